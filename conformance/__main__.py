@@ -10,6 +10,7 @@ from conformance.cli import (
     coverage,
     defects,
     docs,
+    explain,
     findings,
     judge,
     laws,
@@ -35,6 +36,7 @@ _COMMANDS = (
     coverage,
     predict,
     judge,
+    explain,
     defects,
     findings,
     verify,
@@ -51,6 +53,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   coverage            pairs and triples of features that laws see, and what laws leave out
   predict             memory and traffic of a model of any size
   judge               verdicts on your own trainer: on a function that makes a model parallel
+  explain             the first wrong tensor or collective of a failed case
   defects             proof that laws can fail: every known fault, and its benign twin
   findings            known faults of torch and trainers, tried on what is installed
   verify, diff, html, versions, waive, schema

@@ -83,7 +83,7 @@ class _Program:
         selected = cells[0] if cells and len(cells) == 1 else f"id in ({', '.join(cells or ())})"
         command = [
             *(sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "conformance.pytest_plugin.plugin"),
-            *("-n0", "-q", "-p", "no:cacheprovider", "conformance/", "--shrink", "0"),
+            *("-n0", "-q", "-p", "no:cacheprovider", "conformance/", "--shrink", "0", "--explain", "0"),
             *("--accelerator", self._accelerator, "--profile", profile, "--report-dir", str(report)),
             *(("--laws", ",".join(laws)) if laws else ()),
             *(("--cells", selected) if cells else ()),

@@ -41,6 +41,12 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
+    parser.add_argument(
+        "--explain",
+        type=float,
+        metavar="SECONDS",
+        help="time to search where failures begin; 0: none (default: 30)",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the verdicts in docs/subjects, in a checkout")
     parser.add_argument("--json", action="store_true", help="print report.json instead of the summary")
     parser.add_argument(
@@ -92,6 +98,7 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
         "report-dir": options.report_dir,
         "cells": options.cells,
         "baseline": options.baseline,
+        "explain": options.explain,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
     flags = ["--no-faults"] * options.no_faults + ["-qq"] * options.json

@@ -28,13 +28,16 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """List the cells, or the cases, of a profile.
 
-    Raises UsageError for an invalid matrix, profile or selection, and for a selection without a case.
+    Raises UsageError for an invalid matrix, profile or selection, and for a selection without a case: with the nearest
+    ids, if a cell is named that cannot be.
     """
     only = None if options.cells is None else parse(options.cells)
     matrix = load_matrix(options.matrix)
     laws = matrix.laws() if options.laws is None else parse_laws(options.laws, matrix.laws())
     cases = [case for case in matrix.cases(options.profile, only=only) if case.law in laws]
     if not cases:
+        for cell_id in only.ids if only else ():
+            matrix.cell(cell_id)
         raise UsageError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
     if options.cases:
         return Answer("\n".join(case.id for case in cases))

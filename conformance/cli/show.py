@@ -1,7 +1,6 @@
 """`python -m conformance show ID`: all about one law, cell or defect."""
 
 import argparse
-import difflib
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.mesh import AxisError
-from conformance.plan.selection import parse
+from conformance.plan.selection import nearest, parse
 from conformance.project import LAWS_ARGUMENTS
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
 from reference_trainer.checks import UsageError
@@ -56,16 +55,9 @@ def show(matrix: Matrix, id_: str) -> str:
         return _law_text(matrix, laws[id_.upper()])
     if lower.removesuffix(TWIN) in by_id:
         return _defect_text(matrix, by_id[lower.removesuffix(TWIN)])
-    near = _near(lower, [*laws, *by_id, *cells])
+    near = nearest(lower, [*laws, *by_id, *cells])
     hint = f"near: {', '.join(near)}" if near else "`conformance laws` names laws and defects, `conformance list` cells"
     raise UnknownId(f"no law, cell or defect has the id `{id_}`; {hint}")
-
-
-def _near(lower: str, ids: list[str]) -> list[str]:
-    """Return up to three ids that are spelled nearly as the given one, or else that contain it."""
-    names = {name.lower(): name for name in ids}
-    near = difflib.get_close_matches(lower, names, n=3) or [name for name in names if lower in name][:3]
-    return [names[name] for name in near]
 
 
 def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:

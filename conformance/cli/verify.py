@@ -19,7 +19,16 @@ from conformance.judge.judge import Judged, judge
 from conformance.judge.measurements import Measurement
 from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
-from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict, exit_status
+from conformance.judge.verdicts import (
+    BAD,
+    CONFORMANT,
+    INCOMPLETE,
+    NOT_CONFORMANT,
+    SUITE_FAILED,
+    USAGE,
+    Verdict,
+    exit_status,
+)
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
@@ -91,6 +100,9 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     for smallest in report.smallest:
         if problem := verifier.problem_of_smallest(smallest):
             problems.append(f"{smallest.case}: {problem}")
+    failed = {case.id for case in report.cases if case.verdict in BAD}
+    located = [found.case for found in report.locations]
+    problems += [f"{case}: has a first wrong place and no failure" for case in located if case not in failed]
     if not verifier.cases:
         problems.append("no case could be judged again: the report has none that was judged")
     return Verification(verifier.cases, problems)

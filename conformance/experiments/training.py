@@ -58,7 +58,7 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
         compiled=Block if config.compile != "none" else None,
     )
     metrics = []
-    with recorder.listening():
+    with recorder.listening(), _left_taps(recorder, rank):
         trainer = rank.trainer(recorder)
         first = resume(trainer, _checkpoints(rank)) if rank.job.steps_before_save else 0
         steps = range(first, config.steps)
@@ -73,9 +73,17 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
     if config.compile != "none":
         torch.compiler.reset()  # or the rank's next task would run the graphs of this task
     write_tensors(rank.directory / tensor_file(rank.rank), tensors)
-    if recorder.taps is not None:
-        recorder.taps.write(rank.directory, rank=rank.rank)
     return {"facts": msgspec.to_builtins(facts)}
+
+
+@contextmanager
+def _left_taps(recorder: Recorder, rank: RankWorld) -> Iterator[None]:
+    """Write the taps, if there are any, when the run ends, or when it raises."""
+    try:
+        yield
+    finally:
+        if recorder.taps is not None:
+            recorder.taps.write(rank.directory, rank=rank.rank)
 
 
 def profiled_step(rank: RankWorld) -> int | None:

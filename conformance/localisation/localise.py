@@ -13,15 +13,17 @@ from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.judge.support import Machine
 from conformance.localisation.computations import first_wrong_action, first_wrong_repetition
 from conformance.localisation.dtypes import first_wrong_dtype
+from conformance.localisation.ended_run import place_of_end
 from conformance.localisation.families import Search, where_of
 from conformance.localisation.findings import changed_by_delays, own_finding, race
 from conformance.localisation.memory import first_held
 from conformance.localisation.reference_run import ReferenceRun
 from conformance.localisation.repeated_run import first_difference
 from conformance.localisation.schedule import first_wrong_collective
-from conformance.outcomes import Unsupported
+from conformance.outcomes import CellFailed, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
+from conformance.plan.mesh import Mesh
 from conformance.report.location import Location
 from conformance.run.case_runs import CaseRuns
 from conformance.run.record import Record
@@ -86,6 +88,10 @@ def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement
     if cell.implementation != "fsdp2":
         return
     run = ReferenceRun(runs, cell)
+    try:
+        _ = run.record
+    except CellFailed:
+        return  # the search for tensors tells where a run ended
     yield first_wrong_action(cell, run.record, run.ranks)
     yield first_wrong_collective(cell, run.record, run.ranks, run.traces)
     yield first_wrong_repetition(cell, run.traces, run.ranks, measured)
@@ -94,16 +100,30 @@ def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement
 def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:
     """Yield the first wrong place of each cell that a law compares, its own first, then that of two equal runs."""
     asked = _asked(asserted, runs, cell)
-    tapped = {each.id: ReferenceRun(runs, each) for each, _ in [(cell, 0), *asked]}
+    tapped = {each: ReferenceRun(runs, each) for each, _ in [(cell, 0), *asked]}
     for each, run in tapped.items():
-        location = run.first_wrong()
+        location = _first_wrong_of(run, runs, each)
         if location is not None:
-            yield replace(location, cell=each)
+            yield replace(location, cell=each.id)
     if any(repeat for _, repeat in asked):
         again = ReferenceRun(runs, cell, repeat=1)
-        location = first_difference(tapped[cell.id], again)
+        location = first_difference(tapped[cell], again)
         if location is not None:
             yield replace(location, cell=cell.id)
+
+
+def _first_wrong_of(run: ReferenceRun, runs: CaseRuns, cell: Cell) -> Location | None:
+    """Return the first wrong place of a run, or if it raises, the place at which it ended.
+
+    Raises CellFailed if the ranks of a failed run have left no taps.
+    """
+    try:
+        return run.first_wrong()
+    except CellFailed as failed:
+        location = place_of_end(runs.tapped_directory(cell), Mesh.parse(cell.mesh), failed.failure)
+        if location is None:
+            raise
+        return location
 
 
 def _asked(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> list[tuple[Cell, int]]:

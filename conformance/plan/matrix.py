@@ -7,11 +7,12 @@ from typing import get_args
 
 import msgspec
 
-from conformance.plan.cells import Cell, axis_names, trainer_config
+from conformance.plan.cells import Cell, axis_names, cell_from_id, trainer_config
 from conformance.plan.content import Content, Exclusion, Profile, compiled, digest_of, read_content
 from conformance.plan.lock import PlannedCell, locked_cells, within
+from conformance.plan.mesh import AxisError
 from conformance.plan.scopes import Scope, Trainers, declared_scopes
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Selection, nearest
 from conformance.project import LAWS_DIRECTORY
 from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed, load
@@ -120,6 +121,15 @@ class Matrix:
         if name not in self.profiles:
             raise UsageError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
         return self.profiles[name]
+
+    def cell(self, cell_id: str, *, trainer: str | None = None) -> Cell:
+        """Return the cell with this id, in the matrix or not; raises UsageError, with the nearest ids, if none has."""
+        try:
+            return cell_from_id(cell_id)
+        except AxisError:
+            near = nearest(cell_id, self.cells if trainer is None else [cell.id for cell in TRAINER_CELLS])
+            hint = f"near: {', '.join(near)}" if near else "see `python -m conformance list`"
+            raise UsageError(f"no cell has the id `{cell_id}`; {hint}") from None
 
     def profile_cells(self, name: str, *, budget_s: float | None = None) -> tuple[Cell, ...]:
         """Return the cells of a profile, best first, or with a budget the first of which a session ends in that time.

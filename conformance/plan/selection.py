@@ -4,9 +4,10 @@ Cells: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`; a word that st
 `dp2-fp32-*` for `id = dp2-fp32-*`. Laws: `PAR-1,CLIP-*`.
 """
 
+import difflib
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -49,6 +50,7 @@ _DEFAULTS = {name: msgspec.json.encode(value).decode().strip('"') for name, valu
 _TYPES = {name: type(value) for name, value in Cell().facts().items()}
 
 
+_WORD = re.compile(r"[A-Za-z0-9_.+*-]+")
 _NAMED = re.compile(r"([A-Za-z0-9_]+)\s*(?:[=<>]|!=|(?:not\s+)?in\s*\()")
 
 
@@ -69,6 +71,12 @@ class Selection:
     def names(self) -> frozenset[str]:
         """Axes and derived facts that the expression asks for; a word that stands alone asks for `id`."""
         return frozenset(_NAMED.findall(self.text)) or frozenset({"id"})
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of cells, without patterns, in the order of the expression: no other word has as many hyphens."""
+        hyphens = _DEFAULTS["id"].count("-")
+        return [word for word in _WORD.findall(self.text) if word.count("-") >= hyphens and "*" not in word]
 
     def __call__(self, cell: Cell) -> bool:
         """Return whether the cell is selected."""
@@ -114,6 +122,13 @@ def parse_laws(text: str, known: Collection[str]) -> tuple[str, ...]:
             groups = dict.fromkeys(f"{law.partition('-')[0]}-*" if law[:1].isupper() else law for law in known)
             raise UsageError(f"no law matches `{pattern}`{allowed(pattern, groups)}")
     return tuple(law for law in known if any(fnmatchcase(law, pattern) for pattern in patterns))
+
+
+def nearest(given: str, ids: Iterable[str]) -> list[str]:
+    """Return up to three ids that are spelled nearly as the given one, or else contain it; case does not matter."""
+    names, lower = {name.lower(): name for name in ids}, given.lower()
+    near = difflib.get_close_matches(lower, names, n=3) or [name for name in names if lower in name][:3]
+    return [names[name] for name in near]
 
 
 def _error(text: str, position: int, problem: str) -> SelectionError:

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from conformance.judge.verdicts import CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.pytest_plugin.locating import has_located, locations
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles, name_suite
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
@@ -46,7 +47,7 @@ class Controller:
         self._planned: list[str] = []
         self._collection_failed = False
         self._report: Report | None = None
-        self._search_failure = ""
+        self._search_failures: list[str] = []
         self._files.write_line(self._header)
 
     # Results.
@@ -116,6 +117,7 @@ class Controller:
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             report = self._with_smallest(self._with_trainer(report), session.config)
+            report = self._with_locations(report, session.config)
         cells = cell_facts(self._setup.store.directory, session=self._header.session)
         self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
@@ -128,8 +130,9 @@ class Controller:
             return
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
-        for warning in filter(None, [self._setup.expired_waivers, self._files.unwritable, self._search_failure]):
-            write(warning)
+        for warning in (self._setup.expired_waivers, self._files.unwritable, *self._search_failures):
+            if warning:
+                write(warning)
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
@@ -154,16 +157,29 @@ class Controller:
         explanations = explain(report)
         if self._setup.shrink_s <= 0 or not has_combined(self._setup, explanations):
             return report
-        reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            limit = f"at most {self._setup.shrink_s:g} s, see --shrink"
-            reporter.write_line(f"\nsearching the smallest failing cells ({limit})")
+        _announce(config, f"searching the smallest failing cells (at most {self._setup.shrink_s:g} s, see --shrink)")
         try:
             return replace(report, smallest=smallest_cells(self._setup, report.cases, explanations))
         except (KeyboardInterrupt, Exception) as error:
             ended = f"the search ended with {type(error).__name__}: {error}"
-            self._search_failure = f"no smallest failing cells: {ended}; report.json has the traceback"
+            self._search_failures.append(f"no smallest failing cells: {ended}; report.json has the traceback")
             return replace(report, search_failure=traceback.format_exc())
+
+    def _with_locations(self, report: Report, config: pytest.Config) -> Report:
+        """Return the report with the first wrong places, if something failed, and the first error of their search."""
+        explanations = explain(report)
+        if self._setup.explain_s <= 0 or not has_located(self._setup, explanations):
+            return report
+        _announce(config, f"searching the first wrong places (at most {self._setup.explain_s:g} s, see --explain)")
+        try:
+            found, error = locations(self._setup, report.cases, explanations)
+        except (KeyboardInterrupt, Exception) as raised:
+            found, error = [], raised
+        if error is None:
+            return replace(report, locations=found)
+        ended = traceback.format_exception_only(error)[0].splitlines()[0]
+        self._search_failures.append(f"not all first wrong places: {ended}; report.json has the traceback")
+        return replace(report, locations=found, location_failure="".join(traceback.format_exception(error)))
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
@@ -220,6 +236,12 @@ class Controller:
                 }
             )
         self._files.close()
+
+
+def _announce(config: pytest.Config, text: str) -> None:
+    reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{text}")
 
 
 def _trainer_session() -> ModuleType:

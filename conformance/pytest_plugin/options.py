@@ -46,6 +46,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "SECONDS",
         "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)g)",
     },
+    "--explain": {
+        "type": float,
+        "default": 30.0,
+        "metavar": "SECONDS",
+        "help": "time to search for the first wrong places of failures; 0: none (default: %(default)g)",
+    },
     "--subject": {
         "metavar": "TRAINER",
         "help": "judge another trainer: MODULE:NAME, FILE.py:NAME or a name of `conformance judge --list`",

@@ -3,7 +3,6 @@
 import datetime
 import importlib.metadata
 import shlex
-import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +69,8 @@ class SessionSetup:
     """True if faults are injected into another trainer's steps, to see whether the laws see them."""
     shrink_s: float
     """Time to search for the smallest failing cells, in seconds; none if not positive."""
+    explain_s: float
+    """Time to search for the first wrong places of failures, in seconds; none if not positive."""
 
     @property
     def machine(self) -> Machine:
@@ -93,8 +94,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
         subject = option.subject
         if subject:
             known_trainers.resolve(subject)
-            if "" not in sys.path and str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))  # a command's script looks for modules in its own directory
+            known_trainers.import_from_working_directory()
         profile_name = TRAINERS if subject else option.profile
         profile = matrix.profile(profile_name)
         _require_no_other_data(option)
@@ -107,7 +107,9 @@ def read_options(config: pytest.Config) -> SessionSetup:
             planned = matrix.trainer_cases(trainer, only=selection)
         else:
             planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
-        if not planned and option.cells is not None:
+        if not planned and selection is not None:
+            for cell_id in selection.ids:
+                matrix.cell(cell_id, trainer=trainer)
             planned = cases_of(option.cells, matrix, seed=option.seed, trainer=trainer)
         cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
@@ -142,6 +144,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             repro_options=tuple(_repro_options(option, defect)),
             faults=not option.no_faults,
             shrink_s=option.shrink,
+            explain_s=option.explain,
         )
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None

@@ -2,7 +2,8 @@
 
 `explain` is the one entry: texts, HTML, annotations and the search for smallest cells all render its result. A cause
 is a ratio by which results are off, if a size of the mesh explains it, whichever laws see it; otherwise the tensor that
-is worst in the cases of a law, or the reason of a run that did not finish.
+is worst in the cases of a law, or the reason of a run that did not finish. Causes with the same first wrong place are
+told together.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -24,9 +26,11 @@ from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import Cell, axis_names, cell_from_id
 from conformance.plan.mesh import AxisError
 from conformance.plan.selection import Facts, parse
+from conformance.report.location import Location
 from conformance.report.schema import CaseResult, Report, Smallest
 from conformance.report.wording import counted, derivation_text, is_outside, spelled, terms_text, value_text
 
+T = TypeVar("T")
 MAX_EXPLANATIONS = 10
 """Number of causes that texts show; report.html has all."""
 _MAX_REASON = 300
@@ -64,8 +68,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Ids of at most five known faults with the same signature: their laws fail, and none passes, where they must."""
     smallest: Smallest | None
     """Smallest cell on which the law fails in the same way, if it was searched for."""
+    location: Location | None = None
+    """First wrong place, if it was found; None in `same_place`, where it would be told again."""
     related: "list[Explanation]" = []
     """Explanations of further laws in which results are off by the same size."""
+    same_place: "list[Explanation]" = []
+    """Further explanations with the same first wrong place."""
 
     @property
     def first(self) -> CaseResult:
@@ -74,8 +82,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def with_related(self) -> "list[Explanation]":
-        """This explanation and the related ones."""
-        return [self, *self.related]
+        """This explanation, the related ones, and all with the same first wrong place."""
+        others = (*self.related, *self.same_place)
+        return [self, *(each for other in others for each in other.with_related)]
 
     @property
     def case_count(self) -> int:
@@ -94,7 +103,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def details(self) -> list[str]:
-        """Lines that say more than the reason: smallest cell, ratio, laws, axes, defects, bound."""
+        """Lines that say more than the reason: first wrong place, smallest cell, ratio, laws, axes, defects, bound."""
         return list(_details(self))
 
     @property
@@ -121,9 +130,10 @@ def explain(report: Report) -> list[Explanation]:
             passing[case.law].append(facts[case.cell])
     faults = _known_faults(report.cases, facts)
     smallest = {found.case: found for found in report.smallest}
-    explanations = [_explanation(group, passing, faults, smallest) for group in _by_cause(failures)]
+    locations = {found.case: found for found in report.locations}
+    explanations = [_explanation(group, passing, faults, smallest, locations) for group in _by_cause(failures)]
     joined = _joined_by_ratio(sorted(explanations, key=_drifts_last))
-    return sorted(joined, key=_drifts_last)
+    return sorted(_joined_by_place(sorted(joined, key=_drifts_last)), key=_drifts_last)
 
 
 def title(explanations: Sequence[Explanation]) -> str:
@@ -133,13 +143,13 @@ def title(explanations: Sequence[Explanation]) -> str:
 
 
 def summary(explanations: Sequence[Explanation]) -> str:
-    """Return one line: how many cases of how many laws failed or drifted, and the ratio that most of them share."""
+    """Return one line: how many cases of how many laws failed or drifted, and the ratio or place that most share."""
     failed = [each for each in explanations if not each.is_drift]
     drifted = _cases_text([each for each in explanations if each.is_drift])
     if not failed:
         return drifted
     also = f"; besides, {drifted} drifted from the baseline" if len(failed) < len(explanations) else ""
-    return f"{_cases_text(failed)}{_common_ratio_text(failed)}{also}"
+    return f"{_cases_text(failed)}{_common_ratio_text(failed)}{_common_place_text(failed)}{also}"
 
 
 def smallest_text(smallest: Smallest) -> str:
@@ -222,6 +232,7 @@ def _explanation(
     passing: Mapping[str, Sequence[Facts]],
     faults: "Sequence[_KnownFault]",
     smallest: Mapping[str, Smallest],
+    locations: Mapping[str, Location],
 ) -> Explanation:
     ordered = sorted(failures, key=lambda failure: failure.complexity)
     laws = list(dict.fromkeys(failure.case.law for failure in failures))
@@ -235,6 +246,7 @@ def _explanation(
         shared=_shared_values([failure.facts for failure in failures if failure.facts], passed),
         defects=_fitting_faults(faults, {failure.case.id for failure in failures}),
         smallest=next((smallest[failure.case.id] for failure in failures if failure.case.id in smallest), None),
+        location=next((locations[failure.case.id] for failure in ordered if failure.case.id in locations), None),
     )
 
 
@@ -276,10 +288,10 @@ def _most_of_one_ratio(failures: Sequence[_Failure]) -> list[_Failure]:
     return max([*by_name.values(), numbered], key=len)
 
 
-def _by_key(failures: Sequence[_Failure], key: Callable[[_Failure], Hashable]) -> list[list[_Failure]]:
-    groups: dict[Hashable, list[_Failure]] = defaultdict(list)
-    for failure in failures:
-        groups[key(failure)].append(failure)
+def _by_key(entries: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = defaultdict(list)
+    for entry in entries:
+        groups[key(entry)].append(entry)
     return list(groups.values())
 
 
@@ -296,6 +308,17 @@ def _joined_by_ratio(explanations: Sequence[Explanation]) -> Iterator[Explanatio
         yield replace(first, related=related)
         told = {first, *related}
         left = [each for each in left if each not in told]
+
+
+def _joined_by_place(explanations: Sequence[Explanation]) -> Iterator[Explanation]:
+    """Yield the explanations, those with the same first wrong place as one."""
+    for first, *others in _by_key(explanations, _place_or_itself):
+        yield replace(first, same_place=[replace(each, location=None) for each in others]) if others else first
+
+
+def _place_or_itself(explanation: Explanation) -> Hashable:
+    found = explanation.location
+    return (found.stage, found.name, found.quantity, found.step) if found else explanation
 
 
 def _drifts_last(explanation: Explanation) -> tuple[bool, int]:
@@ -437,6 +460,7 @@ def _fitting_faults(faults: Iterable[_KnownFault], cases: set[str]) -> list[str]
 
 def _details(explanation: Explanation) -> Iterator[str]:
     """Yield the lines of `Explanation.details`."""
+    yield from _location_lines(explanation)
     if explanation.smallest:
         yield smallest_text(explanation.smallest)
     worst = f"worst in {explanation.tensor}" if explanation.tensor else ""
@@ -451,6 +475,16 @@ def _details(explanation: Explanation) -> Iterator[str]:
     if explanation.defects:
         yield f"known faults with this signature: {', '.join(explanation.defects)}"
     yield from _bound_lines(explanation.first)
+
+
+def _location_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield the first wrong place, with its cell if that is not the first case's, and all others that have it."""
+    found = explanation.location
+    if found is not None:
+        yield f"{found.sentence}{f'; seen on {found.cell}' if found.cell != explanation.first.cell else ''}"
+    if explanation.same_place:
+        others = [related for each in explanation.same_place for related in each.with_related]
+        yield f"the same first wrong place in {', '.join(map(_cases_of_law, others))}"
 
 
 def _bound_lines(case: CaseResult) -> Iterator[str]:
@@ -475,12 +509,22 @@ def _ratio_text(ratio: float | None, names: Sequence[str]) -> str:
 
 def _common_ratio_text(failed: Sequence[Explanation]) -> str:
     """Return a clause about the first cause, if several laws have its ratio."""
-    first = failed[0].with_related
+    first = [failed[0], *failed[0].related]
     if len(first) == 1:
         return ""
-    number = "all" if len(failed) == 1 else str(failed[0].case_count)
+    is_all = len(failed) == 1 and not failed[0].same_place
+    number = "all" if is_all else str(sum(len(each.cases) for each in first))
     names = _common([each.ratio_names for each in first])
     return f"; in {number} of them {_ratio_text(_common_ratio([each.ratio for each in first]), names)}"
+
+
+def _common_place_text(failed: Sequence[Explanation]) -> str:
+    """Return a clause about the first wrong place of the first cause, if several explanations have it."""
+    first = failed[0]
+    if first.location is None or not first.same_place:
+        return ""
+    number = "all" if len(failed) == 1 else str(first.case_count)
+    return f"; first wrong in {number} of them: {first.location.place}"
 
 
 def _cases_text(explanations: Sequence[Explanation]) -> str:

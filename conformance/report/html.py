@@ -17,6 +17,8 @@ from conformance.judge.verdicts import BAD, Verdict
 from conformance.report.charts import bar, bounds_bar, deviations, loss_curve
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.explain import MAX_EXPLANATIONS, explain, summary, title
+from conformance.report.location import Mark
+from conformance.report.module_tree import branches
 from conformance.report.schema import CaseResult, Report, verdict_counts
 from conformance.report.sections import (
     Family,
@@ -39,6 +41,13 @@ _SHORT = {
     Verdict.QUALITY_WARNING.value: "drifted",
 }
 """Verdicts as they are written in the narrow columns of the grid."""
+_MARKS: dict[Mark, str] = {
+    "right": "\N{CHECK MARK}",
+    "wrong": "\N{BALLOT X}",
+    "follows": "\N{RIGHTWARDS ARROW}",
+    "unseen": "-",
+}
+"""Signs of the states of modules, which do not depend on colours."""
 _ISSUES = "https://github.com/pytorch/pytorch/issues/"
 _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:!?)\]])|\bpytorch#(?P<issue>[0-9]+)\b")
 
@@ -66,6 +75,7 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         axes=_filter_axes(tokens),
         verdicts=[verdict.value for verdict in Verdict if verdict.value in report.verdicts],
         short=_SHORT,
+        marks=_MARKS,
         memory=memory_plots(report.cases),
         losses=loss_plots(report.cases, report.cells, baseline.cells if baseline else {}),
         traffic=traffic_plots(report.cases),
@@ -102,7 +112,7 @@ def _template() -> Template:
     )
     charts = (bar, bounds_bar, deviations, loss_curve)
     words = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
-    filters = (*charts, *words, is_outside, narrowest_margin, verdict_counts)
+    filters = (*charts, *words, branches, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}
     return environment.get_template("report.html.j2")

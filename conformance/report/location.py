@@ -78,15 +78,19 @@ class Location(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Duration of the run with taps and of its comparison."""
 
     @property
+    def place(self) -> str:
+        """Stage, name and quantity: `backward: layers.1.attention.wo, gradient of its input`."""
+        return f"{self.stage}: {', '.join(filter(None, (self.name, self.quantity)))}"
+
+    @property
     def sentence(self) -> str:
         """Location in one line, which begins with the stage and the place."""
-        place = f"{self.name}, {self.quantity}" if self.name else self.quantity
         when = "".join(
             f", {word} {number}"
             for word, number in (("step", self.step), ("micro-batch", self.micro_batch))
             if number is not None
         )
-        clauses = [f"first wrong: {self.stage}: {place} on {self.ranks_text}{when}"]
+        clauses = [f"first wrong: {self.place} on {self.ranks_text}{when}"]
         clauses += [clause for clause in (self.equals, self.elements, self.agrees, self.collective) if clause]
         clauses += [f"called at {self.called}"] if self.called else []
         clauses += [f"issued at {self.issued}"] if self.issued and self.issued != self.called else []

@@ -129,7 +129,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trainer: TrainerFacts | None = None
     """Another trainer that was judged; None for the reference trainer."""
     search_failure: str = ""
-    """Traceback of the error that ended the search for these cells; empty if it was completed."""
+    """Traceback of the error that ended the search for smallest cells; empty if it was completed."""
+    location_failure: str = ""
+    """Traceback of the first error in the search for first wrong places; empty if there was none."""
 
 
 def verdict_counts(cases: Iterable[CaseResult]) -> dict[str, int]:

@@ -49,6 +49,10 @@ class CaseRuns:
         header = self._header(cell, substrate, repeat=repeat, experiment=TAPPED if tapped else TRAINING)
         return self.store.record(header, lambda directory: self._train(header, directory), self.clock)
 
+    def tapped_directory(self, cell: Cell) -> Path:
+        """Return the directory in which ranks with taps leave these, also when the run of a cell fails."""
+        return self.store.directory_of(self._header(cell, self._substrate(cell), experiment=TAPPED))
+
     def measure(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:
         """Return the results of an experiment, by rank of a cell's world or from a single process.
 

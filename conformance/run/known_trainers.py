@@ -10,6 +10,7 @@ the package itself:
     subject-my-trainer = ["lightning"]
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, entry_points, version
@@ -69,6 +70,12 @@ def resolve(name: str) -> str:
         needed = " ".join(subject.missing)
         raise UsageError(f"subject `{name}` needs packages that are not installed: pip install {needed}")
     return subject.target
+
+
+def import_from_working_directory() -> None:
+    """Let `MODULE:NAME` be found in the working directory; a command's script looks in its own directory alone."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def name_of(given: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from conformance.judge.measurements import Measurement
 from conformance.plan.coverage import CombinationCoverage, Coverage, LawCoverage, LeftOut, Tally
 from conformance.report.facts import CellFacts, Collective
+from conformance.report.location import Code, Location, Mark
 from conformance.report.schema import CaseResult, Report
 
 GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)
@@ -61,6 +62,42 @@ def report(
     fixed |= {"coverage": COVERAGE}
     fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
     return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
+
+
+def location(case_id: str, **other: Any) -> Location:
+    """First wrong place of a case, `LAW/CELL`; `other` are fields of the location."""
+    fixed: dict[str, Any] = {
+        "cell": case_id.split("/")[-1],
+        "family": "tensor",
+        "stage": "backward",
+        "name": "layers.1.attention.wo",
+        "quantity": "gradient of its input",
+        "step": 0,
+        "ranks": [1],
+        "ranks_text": "tp rank 1 of 2",
+        "module_class": "Linear",
+        "equals": "0.5 x expected = 1/tp",
+        "agrees": "its inputs agree to 3e-7",
+        "collective": "all_reduce over tp between them: not issued",
+        "called": Code(file="reference_trainer/model.py", line=12, function="forward"),
+        "tree": model_tree(layers=2),
+    }
+    return Location(case=case_id, **(fixed | other))
+
+
+def model_tree(*, layers: int) -> dict[str, Mark]:
+    """Modules of a model in which the backward of `layers.1.attention.wo` is wrong."""
+    tree: dict[str, Mark] = {"": "follows", "tok_embeddings": "follows", "layers": "unseen"}
+    for layer in range(layers):
+        mark: Mark = "follows" if layer < 2 else "right"
+        tree[f"layers.{layer}"] = mark
+        tree |= {f"layers.{layer}.{name}": mark for name in ("norm", "attention")}
+        tree |= {f"layers.{layer}.attention.{name}": mark for name in ("wq", "wk", "wv")}
+        tree |= {f"layers.{layer}.attention.dropout": "unseen", f"layers.{layer}.attention.wo": mark}
+        tree |= {f"layers.{layer}.feed_forward": mark, f"layers.{layer}.feed_forward.w1": mark}
+    wrong: dict[str, Mark] = {"layers.1.attention.wo": "wrong"}
+    after: dict[str, Mark] = {f"layers.1.{name}": "right" for name in ("feed_forward", "feed_forward.w1")}
+    return {**tree, **wrong, **after, "norm": "right", "output": "right"}
 
 
 def bytes_of(value: float, *, lower: float | None = None, upper: float | None = None) -> Measurement:

@@ -58,9 +58,11 @@ def suite(
     profile: str = "pr",
     cache: Path | None = None,
     shrink_s: float = 0.0,
+    explain_s: float = 0.0,
 ) -> list[str]:
     """Return the command of a session, which without a directory `cache` for pytest's cache knows no durations."""
     options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", f"--shrink={shrink_s}"]
+    options += [f"--explain={explain_s}"]
     options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
     options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
     return [*PYTEST, *options, *arguments]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conformance.plan.cells import Cell
-from conformance.plan.selection import SelectionError, parse, parse_laws
+from conformance.plan.cells import Cell, axis_choices, axis_names
+from conformance.plan.selection import SelectionError, nearest, parse, parse_laws
 
 CELL = Cell(mesh="dp2-tp2", clip=0, accumulation=2, compile=True)
 
@@ -88,6 +88,22 @@ def test_selection_error_points_at_the_mistake(text: str, column: int, message: 
     assert message in problem
     assert shown == "  " + text.replace("\n", " ")
     assert caret == "  " + " " * column + "^"
+
+
+def test_ids_are_the_words_with_most_hyphens() -> None:
+    a, b = "dp2-fp32-default-meta", "dp2-fp32-defalt-meta-sgd"
+    assert parse(f"id = {a} or id in ({b}, {a}) and not mesh = pp2-dp2-tp2").ids == [a, b, a]
+    assert parse(a).ids == [a]
+    assert parse(f"{a}-* or id = {a[:-1]}*").ids == []
+    values = [str(value) for name in axis_names() for value in axis_choices(name)]
+    assert max(value.count("-") for value in [*values, "pp2-hsdp2x2-tp2"]) < a.count("-")
+
+
+def test_nearest_ids() -> None:
+    laws = ("PAR-1", "PAR-10", "CLIP-1", "RS-1")
+    assert nearest("par-11", laws)[:2] == ["PAR-1", "PAR-10"]
+    assert nearest("ip", laws) == ["CLIP-1"]
+    assert nearest("nonsense", laws) == []
 
 
 LAWS = ("PAR-1", "PAR-10", "CLIP-1", "CLIP-2", "RS-1")

@@ -4,6 +4,7 @@ import gc
 import shlex
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,17 @@ from unittest.mock import patch
 
 import pytest
 
+from conformance.outcomes import CellFailed, Failure
 from conformance.project import LAWS_DIRECTORY, PROJECT
 from conformance.pytest_plugin import controller
 from conformance.pytest_plugin.cases import repeat_command
 from conformance.pytest_plugin.controller import Controller
+from conformance.pytest_plugin.locating import Located
 from conformance.pytest_plugin.report_files import ReportFiles
 from conformance.pytest_plugin.session import leave_garbage_to_the_end
 from conformance.pytest_plugin.terminal import BriefInterrupt
-from tests.support.sample_reports import case, report
+from conformance.report.schema import Report
+from tests.support.sample_reports import case, location, report
 
 EARLIER = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml")
 
@@ -178,7 +182,7 @@ FAILED = report(case("PAR-1/dp2-fp32-default-meta-acc2-sgd", "fail"))
 
 def test_a_bug_of_the_search_is_in_the_report_with_its_traceback() -> None:
     ended = Controller.__new__(Controller)
-    ended._setup, ended._search_failure = SimpleNamespace(shrink_s=1.0), ""  # type: ignore[assignment]
+    ended._setup, ended._search_failures = SimpleNamespace(shrink_s=1.0), []  # type: ignore[assignment]
     config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _name: None))
 
     def broken(*_arguments: object) -> list[object]:
@@ -192,9 +196,52 @@ def test_a_bug_of_the_search_is_in_the_report_with_its_traceback() -> None:
     assert (shown.cases, shown.smallest) == (FAILED.cases, [])
     assert "in broken\n" in shown.search_failure
     assert shown.search_failure.endswith("KeyError: 'a bug'\n")
-    assert ended._search_failure == (
+    assert ended._search_failures == [
         "no smallest failing cells: the search ended with KeyError: 'a bug'; report.json has the traceback"
-    )
+    ]
+
+
+# Search for first wrong places
+
+
+UNLOCATED = report(case("PAR-1/tp2-fp32-default-meta", "fail"))
+
+
+def with_locations(explain_s: float, search: Callable[..., Located]) -> tuple[Report, list[str]]:
+    """Return the report of a session that failed, and the lines about the search in its terminal."""
+    ended = Controller.__new__(Controller)
+    ended._setup, ended._search_failures = SimpleNamespace(explain_s=explain_s, trainer=None), []  # type: ignore[assignment]
+    config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _name: None))
+    with patch.object(controller, "locations", search):
+        return ended._with_locations(UNLOCATED, config), ended._search_failures
+
+
+def unfinished() -> CellFailed:
+    return CellFailed(Failure(kind="timeout", first_rank=0, reason="no result", details="stacks"))
+
+
+def test_an_error_of_the_search_for_first_wrong_places_changes_no_verdict() -> None:
+    """Places that were found before are kept; a failure of the search itself is told in the same way."""
+    found = [location(UNLOCATED.cases[0].id)]
+    shown, said = with_locations(30.0, lambda *_: Located(found, unfinished()))
+    assert (shown.cases, shown.exit_code, shown.locations) == (UNLOCATED.cases, UNLOCATED.exit_code, found)
+    assert shown.location_failure.endswith("CellFailed: no result\nstacks\n")
+    told = "conformance.outcomes.CellFailed: no result; report.json has the traceback"
+    assert said == [f"not all first wrong places: {told}"]
+
+    def broken(*_arguments: object) -> Located:
+        raise KeyError("a bug")
+
+    shown, said = with_locations(30.0, broken)
+    assert "in broken\n" in shown.location_failure
+    assert said == ["not all first wrong places: KeyError: 'a bug'; report.json has the traceback"]
+
+
+def test_without_time_no_first_wrong_place_is_searched_for() -> None:
+    found = [location(UNLOCATED.cases[0].id)]
+    assert with_locations(0.0, lambda *_: Located(found, None)) == (UNLOCATED, [])
+    shown, said = with_locations(1.0, lambda *_: Located(found, None))
+    assert (shown.locations, shown.location_failure, said) == (found, "", [])
 
 
 # Garbage at the end

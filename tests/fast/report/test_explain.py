@@ -1,15 +1,16 @@
 """Failures explained: groups of one cause, names of ratios, axes that tell cells apart, and known faults."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 
 from conformance.judge.measurements import Measurement
 from conformance.plan.cells import Cell
-from conformance.report.explain import Explanation, explain, ratio_names
+from conformance.report.explain import Explanation, explain, ratio_names, summary
 from conformance.report.schema import CaseResult, Report
-from tests.support.sample_reports import case, deviation, report
+from tests.support.sample_reports import case, deviation, location, report
 
 DP2, DP4, TP2, DP2_TP2, HSDP = (f"{mesh}-fp32-default-meta" for mesh in ("dp2", "dp4", "tp2", "dp2-tp2", "hsdp2x2"))
 WEIGHT = "layers.0.attention.wq.weight"
@@ -172,3 +173,32 @@ def test_cases_and_groups_are_told_apart_without_comparing_them() -> None:
     causes = explain(report(*(Incomparable(**each) for each in fields)))
     assert sum(cause.case_count for cause in causes) == len(fields)
     assert [len(cause.with_related) for cause in causes] == [2, 1, 1, 1, 1]
+
+
+# First wrong places
+
+
+def test_explanations_of_one_place_are_one_and_those_of_one_ratio_stay_together() -> None:
+    """The one of most cases is first, and has the place."""
+    summed = [failing(f"{law}/{DP2}", 2.0) for law in ("PAR-1", "PAR-2")]
+    cases = [*summed, *(failing(f"{law}/{DP2}") for law in ("CLIP-1", "OPT-1", "MEM-1"))]
+    places = [location(f"{law}/{DP2}") for law in ("PAR-1", "CLIP-1", "OPT-1")]
+    first, other = explain(report(*cases, locations=[*places, location(f"MEM-1/{DP2}", stage="memory")]))
+    assert [each.law for each in first.with_related] == ["PAR-1", "PAR-2", "CLIP-1", "OPT-1"]
+    assert [each.law for each in first.same_place] == ["CLIP-1", "OPT-1"]
+    assert [each.location is not None for each in first.with_related] == [True, False, False, False]
+    assert first.location == places[0]
+    assert (other.law, other.location is not None, other.same_place) == ("MEM-1", True, [])
+    assert summary([first, other]) == (
+        "5 cases of 5 laws; in 2 of them measured is 2.000 times expected = dp_shard or dp or world; first wrong in 4 "
+        "of them: backward: layers.1.attention.wo, gradient of its input"
+    )
+
+
+@pytest.mark.parametrize("other", [{"stage": "forward"}, {"name": "norm"}, {"quantity": "output"}, {"step": 1}])
+def test_places_that_differ_are_told_apart(other: dict[str, Any]) -> None:
+    cases = [failing(f"{law}/{DP2}") for law in ("CLIP-1", "OPT-1")]
+    shown = report(*cases, locations=[location(cases[0].id), location(cases[1].id, **other)])
+    assert [each.law for each in explain(shown)] == ["CLIP-1", "OPT-1"]
+    alike = report(*cases, locations=[location(each.id, ranks_text=each.law, cell=each.law) for each in cases])
+    assert len(explain(alike)) == 1, "ranks and cells do not tell places apart"

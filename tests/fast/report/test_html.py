@@ -1,6 +1,7 @@
 """report.html and the data of its sections, from reports that no session has written."""
 
 import html.parser
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ from conformance.report.sections import (
     narrowest_margin,
     traffic_plots,
 )
-from tests.support.sample_reports import FACTS, GATHER, bytes_of, case, count, deviation, ratio, report
+from tests.support.sample_reports import (
+    FACTS,
+    GATHER,
+    bytes_of,
+    case,
+    count,
+    deviation,
+    location,
+    model_tree,
+    ratio,
+    report,
+)
 
 ISSUE = "https://github.com/pytorch/pytorch/issues/166638"
 DP2, DP4 = "dp2-fp32-default-meta", "dp4-tp2-fp32-default-meta"
@@ -97,12 +109,36 @@ def test_a_metric_shows_where_it_was_worst_and_the_derivation_of_its_bound() -> 
     assert text.count('<details class="metric">') == text.count('<details class="metric" open>') == 1
 
 
+def located(**other: Any) -> str:
+    cases = [case(f"{law}/{DP2}", "fail", loss=deviation(1e-3)) for law in ("PAR-1", "CLIP-1")]
+    return html_report(report(*cases, locations=[location(each.id, **other) for each in cases], verdicts={"fail": 2}))
+
+
+def test_a_first_wrong_place_is_shown_in_the_tree_of_modules() -> None:
+    """Signs and words tell the states apart, not colours alone; the way to the place is open."""
+    text = located(tree=model_tree(layers=80))
+    assert Outline(text).open == []
+    assert text.count('<figure class="tree">') == text.count("<li>first wrong: backward: layers.1.attention.wo") == 1
+    assert "<summary>1 more group with the same first wrong place</summary>" in text
+    wrong = "<code>wo</code> wrong: <strong>gradient of its input (backward)</strong>"
+    assert f'<span class="mark">\N{BALLOT X}</span> {wrong}' in text
+    assert '<span class="mark">\N{CHECK MARK}</span> <code>layers.2 ... layers.79</code> right' in text
+    tree = text[text.index('<figure class="tree">') : text.index("</figure>")]
+    opened = re.findall(r"<details open><summary>\s*<span.*?<code>(.*?)</code>", tree)
+    assert (opened, tree.count('<li class="wrong">')) == (["model", "layers.1", "attention"], 1)
+    assert tree.count("<li") < 30
+    assert '<figure class="tree">' not in located(tree={}), "no picture without a tree"
+    colours = dict(re.findall(r"--(right|wrong|follows|none): (#\w+);", text[: text.index("@media")]))
+    assert len(set(colours.values())) == 4
+
+
 def test_markup_in_a_report_is_text() -> None:
     script = "<script>alert(1)</script>"
     evil = replace(REPORT.cases[1], reason=script, measured={script: replace(deviation(1.0), at=script)})
     memory = replace(REPORT.cases[2], measured={f"peak of {script}": bytes_of(1, lower=1, upper=2)})
     facts = replace(FACTS, schedule=[replace(GATHER, phase=script, group=script)])
     assert script not in html_report(replace(REPORT, cases=[evil, memory], cells={script: facts}))
+    assert script not in located(name=script, quantity=script, cell=script, tree={script: "wrong"})
 
 
 def test_bars_have_their_bounds_drawn_in_and_are_red_outside() -> None:

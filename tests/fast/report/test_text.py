@@ -9,7 +9,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.report.schema import Report
 from conformance.report.text import annotations, headline, markdown, terminal_lines
 from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
-from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, report
+from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, location, report
 
 DERIVATION = "bound 1e-05 = u (3 F + sqrt(tokens)); u = 5.96e-08, F = 105, tokens = 256"
 
@@ -84,6 +84,45 @@ fail: PAR-1/dp2-fp32-default-meta: why fail
 
 """,
     )
+
+
+def located() -> Report:
+    """Three laws that fail for one wrong place, which for the last one was found on a smaller cell."""
+    cells = ("tp2-fp32-default-meta", "tp2-fp32-default-meta", "tp4-fp32-default-meta")
+    failed = [
+        replace(case(f"{law}/{cell}", "fail"), reason=f"why {law}", repro=f"pytest {law}")
+        for law, cell in zip(("PAR-1", "CLIP-1", "OPT-1"), cells, strict=True)
+    ]
+    places = [location(each.id, cell=cells[0], agrees="", collective="", called=None) for each in failed]
+    return report(*failed, locations=places, exit_code=1)
+
+
+def test_the_first_wrong_place_is_told_once_for_all_that_fail_for_it() -> None:
+    text = terminal(located())
+    assert_expected_inline(
+        text[: text.index("law  ")],
+        """\
+NOT CONFORMANT: torch 2.13.0, 2 x Fake (gloo), profile pr
+
+What failed: 3 cases of 3 laws; first wrong in all of them: backward: layers.1.attention.wo, gradient of its input
+
+fail: PAR-1/tp2-fp32-default-meta: why PAR-1
+  It MUST.
+  first wrong: backward: layers.1.attention.wo, gradient of its input on tp rank 1 of 2, step 0; 0.5 x expected = 1/tp
+  the same first wrong place in 1 case of CLIP-1, 1 case of OPT-1
+  known faults with this signature: sp-norm-grad-averaged, tp-sums-cut
+  repeat: pytest PAR-1
+
+""",
+    )
+    (error,) = annotations(located())
+    sentence = located().locations[0].sentence
+    assert [shown.count(sentence) for shown in (text, markdown(located()), error)] == [1, 1, 1]
+
+
+def test_a_place_that_was_found_on_another_cell_names_it() -> None:
+    shown = replace(located(), locations=located().locations[2:])
+    assert "on tp rank 1 of 2, step 0; 0.5 x expected = 1/tp; seen on tp2-fp32-default-meta\n" in terminal(shown)
 
 
 def test_a_failure_shows_the_derivation_of_the_bound_that_is_broken() -> None:

@@ -52,7 +52,7 @@ def test_select_assembles_full_tensors(tmp_path: Path) -> None:
     record = record_of_two_ranks(tmp_path, shards)
     assert record.select("final/parameter/")["w"].tolist() == [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]
     assert record.select("final/buffer/")["b"].tolist() == [1.0]
-    with pytest.raises(ConformanceFailure, match="no rank of .* has a tensor step0/"):
+    with pytest.raises(ConformanceFailure, match=r"no rank of .* has a tensor step0/"):
         record.select("step0/")
 
 

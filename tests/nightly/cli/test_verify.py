@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
 from conformance.__main__ import main
 from conformance.cli.verify import verify
 from conformance.project import PROJECT
+from tests.support.sample_reports import location
 from tests.support.sessions import CELL, TWO_CASES, Ended, finish, suite
 
 MATRIX = PROJECT / "matrix.yaml"
@@ -82,9 +84,15 @@ def change_a_metric(report: dict[str, Any], rows: Rows) -> None:
         next(iter(case["measured"].values()))["value"] *= 2
 
 
+def locate_what_passes(report: dict[str, Any], rows: Rows) -> None:
+    (passed,) = (case["id"] for case in report["cases"] if case["verdict"] == "pass")
+    report["locations"].append(msgspec.to_builtins(location(passed)))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (locate_what_passes, ": has a first wrong place and no failure"),
         (hide_the_failure, "the report says pass, the records give fail: gradient at step 0"),
         (drop_the_failure, "2 cases planned, 1 listed"),
         (call_it_a_crash, "the report says crash because of 'rank 1 was killed by SIGKILL', of which no record tells"),

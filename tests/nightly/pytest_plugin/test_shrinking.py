@@ -213,6 +213,6 @@ def test_a_session_names_both_features_and_a_command_that_repeats_the_smallest_c
     assert "fails with accumulation = 2 and offload = cpu; passes without either" in ended.output
     assert verify(tmp_path / "report", matrix_file=data_file("matrix.yaml")).problems == []
     repeated = shlex.split(found.repro)
-    arguments = [*repeated[repeated.index("-n0") :], "--shrink=0", f"--report-dir={tmp_path / 'again'}"]
+    arguments = [*repeated[repeated.index("-n0") :], "--shrink=0", "--explain=0", f"--report-dir={tmp_path / 'again'}"]
     again = finish([*PYTEST, *arguments], tmp_path / "again")
     assert again.verdicts == {f"{LAW}/{found.cell}": "fail"}, again.output

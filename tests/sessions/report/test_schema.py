@@ -8,11 +8,14 @@ import msgspec
 import pytest
 
 from conformance.report.schema import CaseLine, Footer, Header, line_schema, report_schema
-from tests.support.sample_reports import FACTS, case, deviation, report
+from tests.support.sample_reports import FACTS, case, deviation, location, report
 
 pytest.importorskip("check_jsonschema", reason="pip install -e .[dev]")
 REPORT = report(
-    case("PAR-1/a", loss=deviation(1e-6)), case("PAR-1/b", "fail", loss=deviation(None)), cells={"a": FACTS}
+    case("PAR-1/a", loss=deviation(1e-6)),
+    case("PAR-1/b", "fail", loss=deviation(None)),
+    cells={"a": FACTS},
+    locations=[location("PAR-1/b")],
 )
 FOOTER = Footer(planned=1, executed=1, verdicts={"pass": 1}, exit_code=0, duration_s=1.0)
 

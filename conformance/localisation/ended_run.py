@@ -1,0 +1,66 @@
+"""Place at which a run with taps has ended with an exception, told from the taps that its ranks have left."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from conformance.bound import EXACT
+from conformance.localisation.expected import ExpectedTraces
+from conformance.localisation.ranks import Ranks
+from conformance.localisation.tensors import first_wrong_tensor
+from conformance.localisation.traces import Trace, read_trace
+from conformance.localisation.walk import ComparedStep
+from conformance.outcomes import Failure
+from conformance.plan.mesh import Mesh
+from conformance.report.location import Location
+
+
+def place_of_end(directory: Path, mesh: Mesh, failure: Failure) -> Location | None:
+    """Return the first tensor that backward has computed otherwise again, or the last one before the exception.
+
+    None if the ranks have left no taps: they were killed, or raised before the first forward pass.
+    """
+    traces = list(_traces(directory, mesh))
+    if len(traces) != mesh.world_size or not traces[failure.first_rank].taps:
+        return None
+    ranks = _ranks(mesh)
+    reason = failure.reason.partition("\n")[0]
+    last = traces[failure.first_rank].taps[-1]
+    # A repeated forward pass is compared with the first: each rank is its own oracle.
+    expected = ExpectedTraces(traces=traces, within=EXACT)
+    compared = ComparedStep(last.step, ranks, traces, expected)
+    location = first_wrong_tensor(compared, sizes={}, collectives=[[]] * mesh.world_size)
+    if location is not None:
+        return replace(location, agrees="", collective=f"the run ended: {reason}", issued=None)
+    is_backward = last.is_recomputed or "gradient" in last.kind or "backward" in last.kind
+    return Location(
+        case="",
+        cell="",
+        family="tensor",
+        stage="backward" if is_backward else "forward",
+        name=last.module,
+        quantity=f"{last.kind} {last.item}, the last tensor before the run ended",
+        step=last.step,
+        micro_batch=last.call,
+        ranks=[failure.first_rank],
+        ranks_text=ranks.text([failure.first_rank]),
+        equals=reason,
+        called=traces[failure.first_rank].code(last.called),
+        tree={**dict.fromkeys(traces[failure.first_rank].modules, "unseen"), last.module: "wrong"},
+    )
+
+
+def _traces(directory: Path, mesh: Mesh) -> Iterator[Trace]:
+    for rank in range(mesh.world_size):
+        if (directory / f"taps{rank}.safetensors").exists():
+            yield read_trace(directory, rank=rank)
+
+
+def _ranks(mesh: Mesh) -> Ranks:
+    """Return the ranks of a mesh, whose last dimension is that of neighbours."""
+    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    shape = {name: size for name, size in sizes.items() if size > 1}
+    coordinates = [dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))]
+    return Ranks(coordinates, [*range(mesh.world_size)])

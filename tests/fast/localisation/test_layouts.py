@@ -1,0 +1,77 @@
+"""Parts of full tensors that ranks hold, and the names of ranks."""
+
+import pytest
+import torch
+
+from conformance.instruments.taps import PARTIAL, REPLICATED, Tap
+from conformance.localisation.layouts import Held, is_partial, part_of
+from conformance.localisation.ranks import Ranks
+
+RANKS = Ranks(
+    [{"dp_shard": 0, "tp": 0}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 0}, {"dp_shard": 1, "tp": 1}],
+    [0, 0, 1, 1],
+)
+
+
+def tap_of(tensor: torch.Tensor, placements: dict[str, str | int] | None = None) -> Tap:
+    return Tap(
+        module="m",
+        kind="output",
+        item="0",
+        call=0,
+        step=0,
+        dtype="float32",
+        shape=list(tensor.shape),
+        placements=placements,
+        collectives=0,
+        called=0,
+        value=0,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (0, 4)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_plain_tensor_is_cut_where_the_sizes_add_up(sizes: tuple[int, int], dim: int) -> None:
+    full = torch.arange(20.0).view(4, 5).movedim(0, dim)
+    parts = torch.split(full, sizes, dim)
+    group = [Held(tap_of(part), part) for part in parts]
+    for index, part in enumerate(parts):
+        found = part_of(full, group, index)
+        assert found is not None
+        assert torch.equal(found, part)
+
+
+def test_a_tensor_of_the_full_shape_is_a_copy_or_a_term() -> None:
+    full = torch.ones(4)
+    group = [Held(tap_of(full, {"tp": PARTIAL}), full)] * 2
+    assert part_of(full, group, 1) is full
+    assert is_partial(group[0].tap)
+    assert not is_partial(tap_of(full, {"tp": REPLICATED}))
+    assert not is_partial(tap_of(full))
+
+
+def test_a_shape_that_no_layout_fits_is_told() -> None:
+    shard = torch.ones(3)
+    assert part_of(torch.ones(4), [Held(tap_of(shard), shard)] * 2, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0, 1, 2, 3], "all ranks"),
+        ([1, 3], "tp rank 1 of 2"),
+        ([2, 3], "dp_shard rank 1 of 2"),
+        ([0, 1, 2], "ranks 0, 1, 2 of 4"),
+    ],
+)
+def test_ranks_are_named_by_their_places(ranks: list[int], text: str) -> None:
+    assert RANKS.text(ranks) == text
+
+
+def test_groups_of_ranks() -> None:
+    assert RANKS.peers(3) == [2, 3]
+    assert RANKS.group(3, "dp_shard") == [1, 3]
+    assert RANKS.group(0, "world") == [0, 1, 2, 3]
+    assert RANKS.group(0, "pp") == []
+    assert RANKS.sharding_dimensions() == ["dp_shard", "tp"]
+    assert RANKS.reduction_dimensions() == "dp_shard"
