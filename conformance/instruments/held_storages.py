@@ -278,7 +278,7 @@ def _key(tensor: Tensor) -> int:
 _TORCH = str(Path(torch.__file__).parent)
 _INSTRUMENTS = str(Path(__file__).parent)
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
-_SHOWN = tuple(f"{_TORCH}/{part}" for part in ("distributed/fsdp", "distributed/pipelining", "optim"))
+_SHOWN = tuple(f"{_TORCH}/{package}" for package in ("distributed/fsdp", "distributed/pipelining", "optim"))
 """Parts of torch whose lines are told; other lines of torch run on behalf of their callers."""
 
 

@@ -1,6 +1,6 @@
-"""First computation of a run that is out of its place: an action of a pipeline, or a repeated forward pass.
+"""First computation of a run that is out of its place: an action of a pipeline, or a recomputed forward pass.
 
-Both are read from the run with taps: actions from its record, repetitions by activation checkpointing from its taps.
+Both are read from the run with taps: actions from its record, recomputation by activation checkpointing from its taps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,10 +91,10 @@ def _modules(cell: Cell, stage: int) -> str:
     return f"layers.{next(iter(layers))}" if layers else "norm"
 
 
-def first_wrong_repetition(
+def first_wrong_recomputation(
     cell: Cell, traces: Sequence[Trace], ranks: Ranks, measured: Mapping[str, Measurement]
 ) -> Location | None:
-    """Return the first module whose forward pass is, or is not, repeated in backward as activation checkpointing says.
+    """Return the first module that is, or is not, recomputed against the mode of activation checkpointing.
 
     With selective checkpointing the modules of blocks are entered again, but no attention is computed again: there the
     law's count of operators, in `measured`, decides.
@@ -108,17 +108,19 @@ def first_wrong_repetition(
         missing = [block for block in entered if block not in inside]
         name, told = "", ""
         if mode == "none" and repeated:
-            name, told = repeated[0], "repeated, although activation checkpointing is none"
+            name, told = repeated[0], "is recomputed, although activation checkpointing is none"
         elif mode == "full" and missing:
-            name, told = missing[0], f"not repeated, although activation checkpointing is full; nor of {missing[1:]}"
+            name, told = (
+                missing[0],
+                f"is not recomputed, although activation checkpointing is full; {len(missing)} of {len(blocks)} blocks are not",
+            )
         elif mode == "selective" and _is_wrong(measured, _ATTENTION):
             attentions = [each for each in repeated if each.endswith(f".{_ATTENTION}")]
             name = attentions[0] if attentions else blocks[0]
             found = measured[_ATTENTION]
-            told = f"{found.value:g} operators of attention are repeated, expected {found.upper:g}"
+            told = f"{found.value:g} operators of attention are recomputed, expected {found.upper:g}"
         if name:
-            told = told.removesuffix("; nor of []")
-            quantity = "forward pass that backward repeats"
+            quantity = "recomputation in backward"
             return _location("schedule", name, quantity, equals=told, ranks=ranks, rank=rank, everywhere=True)
     return None
 

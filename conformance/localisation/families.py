@@ -10,7 +10,7 @@ Search = Literal["tensors", "order", "memory", "dtypes", "race", "delays", "find
 """Way in which a place is looked for.
 
 `tensors`: the first wrong tensor or state of a run with taps. `order`: its first collective, action of a pipeline or
-repeated forward pass that is out of place. `memory`: the storages that are held. `dtypes`: the dtypes of its record.
+recomputed forward pass that is out of place. `memory`: the storages that are held. `dtypes`: the dtypes of its record.
 `race` and `delays`: results of the law's own runs. `finding`: the law's own metrics and reason.
 """
 
@@ -45,6 +45,10 @@ _MEMORY = Where(
     ("memory", "order", "finding"),
     "storages that are held and should not be: group or module, bytes, moment, and the line that allocated them",
 )
+_FSDP_MEMORY = Where(
+    ("order", "memory", "finding"),
+    f"first collective out of place, or group that is unsharded, from which the memory follows; else {_MEMORY.place}",
+)
 _DTYPE = Where(
     ("tensors", "dtypes", "order", "finding"),
     "first tensor of another dtype: parameter, module, gradient, optimizer state or buffer, and ranks",
@@ -64,7 +68,7 @@ _FAMILIES: dict[str, Where] = {
     "API": _TRIAL,
     "AXIS": Where(
         ("order", "tensors", "memory", "finding"),
-        "first collective, action or repeated forward pass that the axis should have changed; else the axis",
+        "first collective, action or recomputed forward pass that the axis should have changed; else the axis",
     ),
     "CKPT": _STATE,
     "CLIP": _TENSOR,
@@ -72,7 +76,7 @@ _FAMILIES: dict[str, Where] = {
     "DT": _TRIAL,
     "ENV": _MACHINE,
     "INIT": _STATE,
-    "MEM": _MEMORY,
+    "MEM": _FSDP_MEMORY,
     "MP": _DTYPE,
     "OFF": _STATE,
     "OPT": _STATE,
@@ -92,6 +96,9 @@ _LAWS: dict[str, Where] = {
     "CLIP-7": _TRIAL,
     "INIT-5": _TRIAL,
     "INIT-6": _MEMORY,
+    "MEM-2": _MEMORY,
+    "MEM-6": _MEMORY,
+    "MEM-8": _MEMORY,
     "INIT-8": _TRIAL,
     "MP-1": _WIRE,
     "MP-4": _SCHEDULE,
@@ -101,7 +108,7 @@ _LAWS: dict[str, Where] = {
     "PP-2": Where(("order", "memory", "finding"), "stage and micro-batch whose activations are held, and the action"),
     "PP-5": _TENSOR,
     "STREAM-3": _TENSOR,
-    "STREAM-5": Where(("delays", "race", "tensors", "finding"), _RACE.place),
+    "STREAM-5": _RACE,
     "STREAM-6": _RACE,
     "clipping-reduces-norms": _SCHEDULE,
     "gradients-are-reduced": _SCHEDULE,
@@ -133,7 +140,7 @@ _ANY_TRAINER: dict[str, Where] = dict.fromkeys(
 def where_of(law: str) -> Where:
     """Return the place of a law's failures. Raises KeyError for a law of which none is known.
 
-    >>> where_of("MEM-1").searches
+    >>> where_of("MEM-6").searches
     ('memory', 'order', 'finding')
     """
     if law in _LAWS or law in _ANY_TRAINER:

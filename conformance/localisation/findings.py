@@ -5,11 +5,11 @@ metrics and the reason of the failed case.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
 from conformance.experiments.training import train_with_delays
-from conformance.instruments.facts import IssuedOperator
+from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.measurements import Measurement, margin_of
 from conformance.localisation.ranks import Ranks, ranks_of
 from conformance.plan.cells import Cell
@@ -31,7 +31,7 @@ def race(cell: Cell, runs: CaseRuns) -> Location | None:
     pairs = {facts.rank: facts.streams.unordered for facts in record.ranks if facts.streams and facts.streams.unordered}
     if not pairs:
         return None
-    pair = pairs[min(pairs)][0]
+    pair = _nearest(pairs[min(pairs)])
     relation = "may be given the memory of" if pair.reused else "accesses the same memory as"
     return _location(
         "race",
@@ -44,6 +44,15 @@ def race(cell: Cell, runs: CaseRuns) -> Location | None:
         called=_code(pair.second),
         issued=_code(pair.first),
     )
+
+
+def _nearest(pairs: Sequence[UnorderedOperators]) -> UnorderedOperators:
+    """Return the pair of the first pair's second operator whose first operator was issued last.
+
+    If that wait is missing, so is the order after all earlier operators, which have come before it in their turn.
+    """
+    second = pairs[0].second
+    return [pair for pair in pairs if (pair.second.operator, pair.second.stack) == (second.operator, second.stack)][-1]
 
 
 def changed_by_delays(cell: Cell, runs: CaseRuns) -> Location | None:

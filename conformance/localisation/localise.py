@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from conformance.judge.measurements import Measurement
 from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.judge.support import Machine
-from conformance.localisation.computations import first_wrong_action, first_wrong_repetition
+from conformance.localisation.computations import first_wrong_action, first_wrong_recomputation
 from conformance.localisation.dtypes import first_wrong_dtype
 from conformance.localisation.ended_run import place_of_end
 from conformance.localisation.families import Search, where_of
@@ -41,7 +41,7 @@ def explained(
     start_s = time.monotonic()
     asserted = asserted_laws()[case.law]
     runs = CaseRuns(store, asserted.law.substrates)
-    location = next(_found(asserted, runs, case.cell, measured, reason), None)
+    location = next(_found(asserted, runs, case.cell, machine, measured, reason), None)
     if location is None:
         return None
     cell = location.cell or case.cell.id
@@ -49,11 +49,22 @@ def explained(
 
 
 def _found(
-    asserted: AssertedLaw, runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement], reason: str
+    asserted: AssertedLaw,
+    runs: CaseRuns,
+    cell: Cell,
+    machine: Machine,
+    measured: Mapping[str, Measurement],
+    reason: str,
 ) -> Iterator[Location]:
-    """Yield the places that the searches of a law find, in their order."""
+    """Yield the places that the searches of a law find, in their order.
+
+    A world that is larger than this machine's is not run, but only simulated as the law did.
+    """
+    is_too_large = cell.world_size > machine.max_world_size
     for search in where_of(asserted.law.id).searches:
-        with contextlib.suppress(Unsupported):  # a world that this machine cannot run, as of a simulated case
+        if is_too_large and search in ("tensors", "order", "dtypes"):
+            continue
+        with contextlib.suppress(Unsupported):
             yield from filter(None, _searched(search, asserted, runs, cell, measured, reason))
 
 
@@ -84,7 +95,7 @@ def _searched(
 
 
 def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement]) -> Iterator[Location | None]:
-    """Yield the first action, collective and repeated forward pass that is out of place, of a run of FSDP2."""
+    """Yield the first action, collective and recomputed forward pass that is out of place, of a run of FSDP2."""
     if cell.implementation != "fsdp2":
         return
     run = ReferenceRun(runs, cell)
@@ -94,7 +105,7 @@ def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement
         return  # the search for tensors tells where a run ended
     yield first_wrong_action(cell, run.record, run.ranks)
     yield first_wrong_collective(cell, run.record, run.ranks, run.traces)
-    yield first_wrong_repetition(cell, run.traces, run.ranks, measured)
+    yield first_wrong_recomputation(cell, run.traces, run.ranks, measured)
 
 
 def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:

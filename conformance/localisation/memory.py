@@ -13,7 +13,7 @@ import torch
 
 from conformance.assertions.memory_bounds import SCALARS_BYTES, itemsize_bytes, sizes_of
 from conformance.experiments.held_memory import (
-    storages_of_building,
+    storages_held_while_building,
     storages_of_sampled_ranks,
     storages_on_ranks,
     storages_over_steps,
@@ -81,12 +81,12 @@ def first_held(law: str, cell: Cell, runs: CaseRuns) -> Location | None:
     Raises CellFailed if the run does not finish.
     """
     if law == "INIT-6":
-        return _location(cell, range(cell.world_size), _of_building(cell, runs))
+        return _location(cell, range(cell.world_size), _held_while_building(cell, runs))
     on_ranks = law in ("MEM-3", "MEM-10", "STREAM-2", "STREAM-4")
     ranks = range(cell.world_size) if on_ranks else sampled_ranks(cell.config, cell.world_size)
     experiment = storages_on_ranks if on_ranks else storages_of_sampled_ranks
     for each in _cells(law, cell):
-        found = [*_of_steps(each, runs, experiment, ranks)]
+        found = [*_held_in_second_step(each, runs, experiment, ranks)]
         found += [*_growth(each, runs, ranks)] if law == "MEM-6" and not found else []
         location = _location(each, ranks, found)
         if location is not None:
@@ -108,7 +108,7 @@ def _cells(law: str, cell: Cell) -> list[Cell]:
     return [cell]
 
 
-def _of_steps(
+def _held_in_second_step(
     cell: Cell, runs: CaseRuns, experiment: Experiment[list[Moment]], ranks: Sequence[int]
 ) -> Iterator[Excess]:
     """Yield the first excess of each rank in the second step."""
@@ -120,25 +120,25 @@ def _of_steps(
 
 
 def _growth(cell: Cell, runs: CaseRuns, ranks: Sequence[int]) -> Iterator[Excess]:
-    """Yield what the fiftieth step of each rank has more than the second when it is over."""
+    """Yield the storages of later steps that each rank still holds when the fiftieth is over."""
     for rank, moments in zip(ranks, runs.measure(storages_over_steps, cell), strict=True):
-        early, late = [moment for moment in moments if (moment.phase, moment.kind) == ("idle", "rest")]
-        more = [site for site in late.held if not site.purpose and site.step >= early.step]
+        second, fiftieth = [moment for moment in moments if (moment.phase, moment.kind) == ("idle", "rest")]
+        more = [site for site in fiftieth.held if not site.purpose and site.step >= second.step]
         if more:
             line = more[0].file, more[0].line
             sites = sorted((s for s in more if (s.file, s.line) == line), key=lambda site: site.step)
-            yield Excess(rank, late, _OTHERS, sites, 0)
+            yield Excess(rank, fiftieth, _OTHERS, sites, 0)
 
 
-def _of_building(cell: Cell, runs: CaseRuns) -> list[Excess]:
+def _held_while_building(cell: Cell, runs: CaseRuns) -> list[Excess]:
     found = []
-    for rank, moments in enumerate(runs.measure(storages_of_building, cell)):
+    for rank, moments in enumerate(runs.measure(storages_held_while_building, cell)):
         rest, peak = moments[-1], max(moments, key=lambda moment: moment.nbytes)
         held_bytes = sum(site.nbytes for site in rest.held if site.purpose in ("parameter", "buffer"))
         _, most = building_memory(cell.config, held_bytes, on_device=False)
         others = [site for site in peak.held if not site.purpose]
         if peak.nbytes > most and others:
-            found.append(Excess(rank, peak, _OTHERS, _of_largest_line(others), most - held_bytes))
+            found.append(Excess(rank, peak, _OTHERS, _largest_line(others), most - held_bytes))
     return found
 
 
@@ -178,7 +178,7 @@ def _excess(
             return noun, _most_distant(cell, moment, sites, more), limit
     left = [site for site in moment.held if not site.purpose and _should_be_gone(site, moment)]
     if sum(site.nbytes for site in left) > SCALARS_BYTES:
-        return _OTHERS, _of_largest_line(left), 0
+        return _OTHERS, _largest_line(left), 0
     return None
 
 
@@ -238,7 +238,7 @@ def _oracle_name(cell: Cell, place: str, *, is_parameter: bool) -> str:
     return group_of(last if is_parameter else f"{last}.weight", cell.config)
 
 
-def _of_largest_line(sites: Sequence[HeldSite]) -> list[HeldSite]:
+def _largest_line(sites: Sequence[HeldSite]) -> list[HeldSite]:
     """Return the storages of the line whose storages are the largest in sum."""
     by_line: dict[tuple[str, int], list[HeldSite]] = {}
     for site in sites:
@@ -263,23 +263,23 @@ def _location(cell: Cell, ranks: Sequence[int], found: Sequence[Excess]) -> Loca
         family="memory",
         stage="memory",
         name=places[0],
-        quantity=f"{first.noun}{_of_groups(places)}" if is_group else f"storages allocated by {site.operator}",
+        quantity=f"{first.noun}{_groups_clause(places)}" if is_group else f"storages allocated by {site.operator}",
         step=first.moment.step if first.moment.step >= 0 else None,
         ranks=same,
         ranks_text=_ranks_text(same, ranks, cell.world_size),
         equals=f"{count} storages of {nbytes} bytes in sum, held {when[first.moment.kind]}, more than the "
         f"{first.allowed_bytes} bytes that are due",
-        elements=f"allocated in {site.phase}{_of_steps_clause(steps)}",
+        elements=f"allocated in {site.phase}{_allocation_steps(steps)}",
         called=Code(file=site.file, line=site.line, function=site.function),
     )
 
 
-def _of_groups(names: Sequence[str]) -> str:
+def _groups_clause(names: Sequence[str]) -> str:
     listed = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
     return f" of {'groups' if len(names) > 1 else 'group'} {listed}"
 
 
-def _of_steps_clause(steps: Sequence[int]) -> str:
+def _allocation_steps(steps: Sequence[int]) -> str:
     if not steps:
         return ""
     return f" of step {steps[0]}" if len(steps) == 1 else f" of {len(steps)} steps, the first of which is {steps[0]}"

@@ -35,7 +35,7 @@ _NUMBER_OF_TOKENS = "int64"
 
 
 class Key(NamedTuple):
-    """What two collectives must have in common to be the same one, in a step."""
+    """Facts that two collectives of a step have in common if they are the same one."""
 
     phase: str
     kind: str
@@ -82,7 +82,7 @@ def first_wrong_collective(cell: Cell, record: Record, ranks: Ranks, traces: Seq
     `record` and `traces` are of the cell's run with taps.
     """
     found = _Schedules(cell, record, ranks, traces)
-    return next(filter(None, (found.of_step(step) for step in record.steps)), None)
+    return next(filter(None, (found.first_wrong_in(step) for step in record.steps)), None)
 
 
 class _Schedules:
@@ -91,7 +91,7 @@ class _Schedules:
         self._config = cell.config
         self._dims = resolve_mesh(cell.config.mesh, world_size=cell.world_size)
 
-    def of_step(self, step: int) -> Location | None:
+    def first_wrong_in(self, step: int) -> Location | None:
         """Return the first wrong place of a step."""
         misfits = [misfit for facts in self._record.ranks for misfit in self._misfits(facts, step)]
         for phases, point in (
@@ -302,23 +302,17 @@ def first_misfit(
         return _first_surplus(rank, step, stream, issued, expected, end)
     position = _common(keys, expected)
     index = issued[position][0] if position < len(issued) else end
-    issued_key = keys[position] if position < len(keys) else None
-    expected_key = expected[position] if position < len(expected) else None
-    match _edit(keys[position:], expected[position:], len(keys) - len(expected)):
-        case "superfluous":
-            is_early = issued_key in expected[position:] and Counter(keys) == Counter(expected)
-            clause = (
-                f"in another order, where {expected_key.noun} is due" if is_early and expected_key else "superfluous"
-            )
-            return Misfit(rank, step, index, stream, issued_key, None, clause + _lengths(stream, keys, expected))
-        case "missing":
-            is_late = Counter(keys) == Counter(expected)
-            clause = "late" if is_late else "missing"
-            return Misfit(rank, step, index, stream, None, expected_key, clause + _lengths(stream, keys, expected))
-    assert issued_key is not None
-    assert expected_key is not None
-    clause = _replaced(issued_key, expected_key) + _lengths(stream, keys, expected)
-    return Misfit(rank, step, index, stream, issued_key, expected_key, clause)
+    wrong = keys[position] if position < len(keys) else None
+    due = expected[position] if position < len(expected) else None
+    lengths = _lengths(stream, keys, expected)
+    edit = _edit(keys[position:], expected[position:], len(keys) - len(expected))
+    if wrong and due and Counter(keys) == Counter(expected):
+        return Misfit(rank, step, index, stream, wrong, None, f"in another order, where {due.noun} is due")
+    if wrong and due and edit == "replaced":
+        return Misfit(rank, step, index, stream, wrong, due, _replaced(wrong, due) + lengths)
+    if edit == "superfluous":
+        return Misfit(rank, step, index, stream, wrong, None, f"superfluous{lengths}")
+    return Misfit(rank, step, index, stream, None, due, f"missing{lengths}")
 
 
 def _edit(issued: Sequence[Key], expected: Sequence[Key], surplus: int) -> Edit:
