@@ -112,7 +112,8 @@ def first_wrong_recomputation(
         elif mode == "full" and missing:
             name, told = (
                 missing[0],
-                f"is not recomputed, although activation checkpointing is full; {len(missing)} of {len(blocks)} blocks are not",
+                "is not recomputed, although activation checkpointing is full"
+            told += f"; {len(missing)} of {len(blocks)} blocks are not",
             )
         elif mode == "selective" and _is_wrong(measured, _ATTENTION):
             attentions = [each for each in repeated if each.endswith(f".{_ATTENTION}")]

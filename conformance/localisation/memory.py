@@ -13,7 +13,7 @@ import torch
 
 from conformance.assertions.memory_bounds import SCALARS_BYTES, itemsize_bytes, sizes_of
 from conformance.experiments.held_memory import (
-    storages_held_while_building,
+    storages_of_building,
     storages_of_sampled_ranks,
     storages_on_ranks,
     storages_over_steps,
@@ -132,7 +132,7 @@ def _growth(cell: Cell, runs: CaseRuns, ranks: Sequence[int]) -> Iterator[Excess
 
 def _held_while_building(cell: Cell, runs: CaseRuns) -> list[Excess]:
     found = []
-    for rank, moments in enumerate(runs.measure(storages_held_while_building, cell)):
+    for rank, moments in enumerate(runs.measure(storages_of_building, cell)):
         rest, peak = moments[-1], max(moments, key=lambda moment: moment.nbytes)
         held_bytes = sum(site.nbytes for site in rest.held if site.purpose in ("parameter", "buffer"))
         _, most = building_memory(cell.config, held_bytes, on_device=False)
