@@ -110,11 +110,8 @@ def first_wrong_recomputation(
         if mode == "none" and repeated:
             name, told = repeated[0], "is recomputed, although activation checkpointing is none"
         elif mode == "full" and missing:
-            name, told = (
-                missing[0],
-                "is not recomputed, although activation checkpointing is full"
-            told += f"; {len(missing)} of {len(blocks)} blocks are not",
-            )
+            name, told = missing[0], "is not recomputed, although activation checkpointing is full"
+            told += f"; {len(missing)} of {len(blocks)} blocks are not"
         elif mode == "selective" and _is_wrong(measured, _ATTENTION):
             attentions = [each for each in repeated if each.endswith(f".{_ATTENTION}")]
             name = attentions[0] if attentions else blocks[0]
