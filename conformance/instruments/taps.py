@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from conformance.instruments.collectives import NAMESPACES, collective_kind
 from conformance.instruments.dispatch_tap import Handler, OutcomeHandler
+from conformance.instruments.issuers import issuing_group, issuing_module
 from conformance.instruments.tensor_file import write_tensors
 from conformance.project import PROJECT
 from reference_trainer.observer import Observer, Phase, StageAction
@@ -98,6 +99,7 @@ class TapFile(msgspec.Struct, frozen=True, kw_only=True):
     taps: list[Tap]
     lines: list[Line]
     issued: list[int]
+    issuers: list[str]
     scalars: dict[str, list[int]]
     modules: dict[str, str]
 
@@ -122,6 +124,8 @@ class Taps(Observer):
         self.lines: list[Line] = []
         self.issued: list[int] = []
         """Index of the line that issued each collective, in the order of the log of collectives."""
+        self.issuers: list[str] = []
+        """Modules of the group of FSDP for which each collective was issued, else the module in forward, or nothing."""
         self.scalars: dict[str, list[int]] = {}
         """Lines of the trainer that computed single numbers, clipped or updated, by `STEP PHASE`."""
         self.modules: dict[str, str] = {}
@@ -136,6 +140,7 @@ class Taps(Observer):
         self._repeated: Counter[tuple[int, str, int]] = Counter()
         self._gradients: Counter[tuple[int, str]] = Counter()
         self._index: dict[Line, int] = {}
+        self._paths: dict[int, str] = {}
         self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
@@ -176,6 +181,7 @@ class Taps(Observer):
             if self._is_opaque(module):
                 opaque.append(path)
             name = self._named(path)
+            self._paths[id(module)] = name
             self.modules.setdefault(name, type(module).__name__)
             parameters = module.named_parameters if path in opaque else partial(module.named_parameters, recurse=False)
             self._handles += [
@@ -210,7 +216,12 @@ class Taps(Observer):
     def write(self, directory: Path, *, rank: int) -> None:
         """Write taps and tensors of a rank, which `read_taps` reads."""
         content = TapFile(
-            taps=self.taps, lines=self.lines, issued=self.issued, scalars=self.scalars, modules=self.modules
+            taps=self.taps,
+            lines=self.lines,
+            issued=self.issued,
+            issuers=self.issuers,
+            scalars=self.scalars,
+            modules=self.modules,
         )
         (directory / f"taps{rank}.msgpack").write_bytes(msgspec.msgpack.encode(content))
         write_tensors(
@@ -220,6 +231,9 @@ class Taps(Observer):
 
     def _issue(self, _arguments: Sequence[Any]) -> None:
         self.issued.append(self._line(_innermost))
+        frame = sys._getframe(1)
+        module = issuing_module(frame)
+        self.issuers.append(issuing_group(frame) or self._paths.get(id(module), ""))
 
     def _compute_scalar(self, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
         if self._phase in ("clip", "optimizer", "unscale") or _is_number(result):

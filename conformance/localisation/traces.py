@@ -26,6 +26,7 @@ class Trace:
     tensors: Sequence[Tensor]
     lines: Sequence[Line] = ()
     issued: Sequence[int] = ()
+    issuers: Sequence[str] = ()
     scalars: Mapping[str, Sequence[int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ def read_trace(directory: Path, *, rank: int) -> Trace:
         [tensors[str(index)] for index in range(len(content.taps))],
         content.lines,
         content.issued,
+        content.issuers,
         content.scalars,
         content.modules,
     )
