@@ -6,7 +6,7 @@ DTensor's redistribution, the product's own way, which INIT-2 compares with the 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -110,21 +110,30 @@ class Capture(Observer):
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
 
+    def after_step(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, step: int) -> None:
+        """Keep sharded parameters, by their names in the model, and the optimizer's state after a step.
+
+        Keys are `afterN/KIND/NAME`. The model may show unsharded parameters meanwhile.
+        """
+        named = [(self._named(name), parameter) for name, parameter in parameters.items()]
+        for name, parameter in named:
+            self._add(f"after{step}/parameter/{name}", parameter)
+        self._optimizer_state(f"after{step}", named, optimizer)
+
     def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
-        self.optimizer_state("resumed", self._parameters(model), optimizer)
+        self._optimizer_state("resumed", self._parameters(model), optimizer)
 
     def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the final state. Call it after the last step."""
         self._state("final", model)
-        self.optimizer_state("final", self._parameters(model), optimizer)
+        self._optimizer_state("final", self._parameters(model), optimizer)
 
-    def optimizer_state(
-        self, when: str, parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+    def _optimizer_state(
+        self, when: str, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Keep the tensors of the optimizer's state that have the shapes of their parameters."""
-        for name, parameter in parameters:
+        for name, parameter in named:
             for key, value in optimizer.state.get(parameter, {}).items():
                 # Other shapes: a step counter, or a flat shard of FSDP1.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -164,8 +164,7 @@ class Recorder(Observer):
     def keep_state(self, trainer: Trainer, *, step: int) -> None:
         """Keep the optimizer's state after a step, under the keys `afterN/KIND/NAME`."""
         with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
-            parameters = sharded_parameters(trainer.model)  # also of a group that is unsharded
-            self._capture.optimizer_state(f"after{step}", parameters.items(), trainer.optimizer)
+            self._capture.after_step(sharded_parameters(trainer.model), trainer.optimizer, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
         """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""

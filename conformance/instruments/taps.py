@@ -8,6 +8,7 @@ the sum of the gradients of all consumers is the same in the oracle. Sources: `t
 """
 
 import contextlib
+import os
 import sys
 import weakref
 from collections import Counter
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
 import torch
@@ -84,6 +85,8 @@ class Tap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of collectives that this rank had issued before."""
     called: int
     """Index of the line that called the module, see `Taps.lines`."""
+    computed: int = -1
+    """Index of the line that executed the last operator of the forward pass before; -1 if none is known."""
     value: int
     """Number of the tensor object in forward: that of a gradient is the number of the tensor whose gradient it is."""
 
@@ -91,6 +94,23 @@ class Tap(msgspec.Struct, frozen=True, kw_only=True):
     def place(self) -> tuple[int, str, str, str, int, bool]:
         """Place of the tensor, which a run and its oracle have in common."""
         return self.step, self.module, self.kind, self.item, self.call, self.is_recomputed
+
+
+class Number(NamedTuple):
+    """Single number that a line of the trainer has computed."""
+
+    line: int
+    value: float
+
+
+class OtherCall(NamedTuple):
+    """Call of the model outside of the forward and backward phases, as of an evaluation."""
+
+    step: int
+    phase: str
+    collectives: int
+    """Number of collectives that this rank had issued before."""
+    line: int
 
 
 class TapFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,14 +121,18 @@ class TapFile(msgspec.Struct, frozen=True, kw_only=True):
     issued: list[int]
     issuers: list[str]
     scalars: dict[str, list[int]]
+    numbers: dict[str, list[Number]]
+    own_lines: dict[str, list[int]]
+    other_calls: list[OtherCall]
     modules: dict[str, str]
 
 
 class Taps(Observer):
     """Taps of one process: `taps`, and for each of these its tensor, on the CPU, in `tensors`.
 
-    `named` gives the path in the model of one process from that in the model; modules below one that `is_opaque` are
-    left alone, such as those of a compiled graph. Inside of `quietly` no other instrument sees operators.
+    `named` gives the path in the model of one process from that in the model, where a wrapper may have the path of the
+    module that it wraps, and the latter counts; modules below one that `is_opaque` are left alone, such as those of a
+    compiled graph. Inside of `quietly` no other instrument sees operators.
     """
 
     def __init__(
@@ -128,6 +152,12 @@ class Taps(Observer):
         """Modules of the group of FSDP for which each collective was issued, else the module in forward, or nothing."""
         self.scalars: dict[str, list[int]] = {}
         """Lines of the trainer that computed single numbers, clipped or updated, by `STEP PHASE`."""
+        self.numbers: dict[str, list[Number]] = {}
+        """Single numbers in the order in which they were computed, by `STEP PHASE`."""
+        self.own_lines: dict[str, list[int]] = {}
+        """Lines that executed operators in the forward of a module and not in that of a module inside of it, each once,
+        by `STEP MODULE`."""
+        self.other_calls: list[OtherCall] = []
         self.modules: dict[str, str] = {}
         """Class by path of all tapped modules, in the order of the model."""
         self.step, self._phase = -1, "forward"
@@ -144,6 +174,8 @@ class Taps(Observer):
         self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
+        self._inside: list[str] = []
+        self._computed = -1
         self._in_flight: dict[int, int] = {}
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
 
@@ -152,6 +184,8 @@ class Taps(Observer):
         if name == "forward":
             self._micro_batch = self._micro_batch + 1 if self.step == step and self._phase != "data" else 0
         self._phase, self.step = name, step
+        self._inside.clear()
+        self._computed = -1
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
         """Take the micro-batch of a pipeline's stage."""
@@ -175,18 +209,21 @@ class Taps(Observer):
     def attach(self, model: nn.Module) -> None:
         """Tap the modules of a model."""
         opaque: list[str] = []
+        tapped: dict[str, tuple[str, nn.Module]] = {}
         for path, module in model.named_modules():
             if any(path.startswith(f"{above}.") for above in opaque):
                 continue
             if self._is_opaque(module):
                 opaque.append(path)
-            name = self._named(path)
+            tapped[self._named(path)] = path, module
+        for name, (path, module) in tapped.items():
             self._paths[id(module)] = name
             self.modules.setdefault(name, type(module).__name__)
             parameters = module.named_parameters if path in opaque else partial(module.named_parameters, recurse=False)
             self._handles += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
                 module.register_forward_pre_hook(partial(self._compute, name, parameters, self._below(path, module))),
+                module.register_forward_hook(self._return, prepend=True),
                 module.register_forward_hook(partial(self._leave, name, parameters)),
             ]
 
@@ -197,10 +234,10 @@ class Taps(Observer):
         return self._issue
 
     def listen_to_outcomes(self, func: Any) -> OutcomeHandler | None:
-        """Return the handler that notes lines that compute single numbers, or keeps the tensors of a collective."""
+        """Return the handler that notes lines that execute operators, or keeps the tensors of a collective."""
         if func.namespace == "_c10d_functional":
             return self._wait if "wait_tensor" in func._schema.name else self._communicate
-        return self._compute_scalar if func.namespace == "aten" else None
+        return self._execute if func.namespace == "aten" else None
 
     def _communicate(self, args: Sequence[Any], _kwargs: Any, result: Any) -> None:
         if isinstance(result, Tensor) and self._phase in ("forward", "backward"):
@@ -221,6 +258,9 @@ class Taps(Observer):
             issued=self.issued,
             issuers=self.issuers,
             scalars=self.scalars,
+            numbers=self.numbers,
+            own_lines=self.own_lines,
+            other_calls=self.other_calls,
             modules=self.modules,
         )
         (directory / f"taps{rank}.msgpack").write_bytes(msgspec.msgpack.encode(content))
@@ -235,20 +275,34 @@ class Taps(Observer):
         module = issuing_module(frame)
         self.issuers.append(issuing_group(frame) or self._paths.get(id(module), ""))
 
-    def _compute_scalar(self, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
-        if self._phase in ("clip", "optimizer", "unscale") or _is_number(result):
-            lines = self.scalars.setdefault(f"{self.step} {self._phase}", [])
-            line = self._line(_owner)
+    def _execute(self, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
+        number = _number(result)
+        is_told = self._phase in ("clip", "optimizer", "unscale") or number is not None
+        if self._phase != "forward" and not is_told:
+            return
+        line, when = self._line(owner), f"{self.step} {self._phase}"
+        if self._phase == "forward":
+            self._computed = line
+            own = self.own_lines.setdefault(f"{self.step} {self._inside[-1]}", []) if self._inside else []
+            if line not in own:
+                own.append(line)
+        if number is not None and number.device.type in _READABLE:
+            self.numbers.setdefault(when, []).append(Number(line, float(number.detach())))
+        if is_told:
+            lines = self.scalars.setdefault(when, [])
             if not lines or lines[-1] != line:
                 lines.append(line)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._phase not in ("forward", "backward"):
             self._current.pop(name, None)
+            if not name:
+                called = self._line(owner)
+                self.other_calls.append(OtherCall(self.step, self._phase, self._count_collectives(), called))
             return
         is_recomputed = self._phase == "backward"
         call = self._repeated_call(name) if is_recomputed else self._next_call(name)
-        self._current[name] = call, is_recomputed, self._line(_owner)
+        self._current[name] = call, is_recomputed, self._line(owner)
         for item, value in [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]:
             self._tap_with_gradient(name, "input", item, value)
 
@@ -285,6 +339,8 @@ class Taps(Observer):
         below: Sequence[tuple[str, nn.Module]],
         *_unused: Any,
     ) -> None:
+        if self._phase == "forward":
+            self._inside.append(name)
         if name not in self._current:
             return
         for item, parameter in parameters():
@@ -298,6 +354,10 @@ class Taps(Observer):
         if parameter.requires_grad and id(parameter) not in self._hooked:
             self._hooked[id(parameter)] = parameter  # kept, so that no other object gets its id
             self._handles.append(_hook(parameter, partial(self._parameter_gradient, name, item)))
+
+    def _return(self, *_unused: Any) -> None:
+        if self._phase == "forward" and self._inside:
+            self._inside.pop()
 
     def _leave(
         self,
@@ -326,7 +386,7 @@ class Taps(Observer):
             return
         call, is_recomputed, called = self._current[name]
         number = self._number(value)
-        self._add(name, kind, item, value, call, is_recomputed, called, number)
+        self._add(name, kind, item, value, call, is_recomputed, called, number, computed=self._computed)
         if value.requires_grad and torch.is_grad_enabled() and not is_recomputed:
             _hook(value, partial(self._gradient, name, kind, item, call, called, number, parameters))
 
@@ -371,6 +431,7 @@ class Taps(Observer):
         is_recomputed: bool,
         called: int,
         value: int = 0,
+        computed: int = -1,
     ) -> None:
         with self._quietly(), torch.no_grad():
             placements = _placements(tensor) if isinstance(tensor, DTensor) else None
@@ -390,22 +451,32 @@ class Taps(Observer):
             collectives=self._count_collectives(),
             called=called,
             value=value,
+            computed=computed,
         )
         self.taps.append(tap)
         self.tensors.append(kept)
 
     def _line(self, find: Callable[[FrameType], FrameType]) -> int:
-        frame = find(sys._getframe(1))
-        line = Line(readable_path(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
+        line = line_of(find(sys._getframe(1)))
         if line not in self._index:
             self._index[line] = len(self.lines)
             self.lines.append(line)
         return self._index[line]
 
 
-def _is_number(result: Any) -> bool:
+_READABLE = ("cpu", "cuda")
+"""Devices whose single numbers are read at once."""
+
+
+def _number(result: Any) -> Tensor | None:
+    """Return the result of an operator, or the first of its results, if that is a single real number."""
     first = result[0] if isinstance(result, tuple) and result else result
-    return isinstance(first, Tensor) and first.ndim == 0
+    return first if is_plain(first) and first.ndim == 0 and not first.is_complex() else None
+
+
+def is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor and no subclass, such as the fake tensors of shape propagation."""
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def _is_sharded_between(module: nn.Module, path: str, below: str) -> bool:
@@ -443,11 +514,29 @@ _INSTRUMENTS = str(Path(__file__).parent)
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 
 
-def _owner(frame: FrameType) -> FrameType:
-    """Return the innermost frame of neither torch, the standard library nor an instrument; the outermost if none is."""
-    while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
+_SUITE = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("subjects", "run", "experiments"))
+"""Packages of the suite that call the code of a trainer, or are called by it."""
+
+
+def owner(frame: FrameType) -> FrameType:
+    """Return the innermost frame of neither torch, the standard library, an instrument nor the suite around a trainer.
+
+    If there is none it is the innermost that may be of the suite, or else the outermost.
+    """
+    of_suite = None
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not _is_foreign(file):
+            if not file.startswith(_SUITE):
+                return frame
+            of_suite = of_suite or frame
         frame = frame.f_back
-    return frame
+    return of_suite or frame
+
+
+def line_of(frame: FrameType) -> Line:
+    """Return the line that a frame executes."""
+    return Line(readable_path(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
 
 
 def _innermost(frame: FrameType) -> FrameType:

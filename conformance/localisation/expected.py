@@ -1,15 +1,16 @@
 """Expected tensors of one step, from an oracle in one process that is tapped at the places of the run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from conformance.assertions.dropout import recorded_masks
 from conformance.bound import EXACT, Bound, bound
-from conformance.instruments.taps import Taps
+from conformance.instruments.taps import Tap, Taps
 from conformance.localisation.shards import assembled
 from conformance.localisation.traces import MicroBatch, Trace, joined
 from conformance.oracles import tolerance
@@ -17,6 +18,19 @@ from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.emulation import emulated_step
 from conformance.run.record import Record
 from reference_trainer.config import TrainerConfig
+
+
+class PlaceRule(NamedTuple):
+    """What is asked of the tensor at one place."""
+
+    within: Bound
+    """Relative deviation that rounding can explain."""
+    dtypes: Collection[str]
+    """Dtypes that it may have; any if there is none."""
+
+
+Place = tuple[int, int, str, str, str, int]
+"""Data-parallel rank, step, module, kind, item and call of a tap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +41,26 @@ class ExpectedTraces:
     """Trace of each data-parallel rank, whose tensors are full."""
     within: Bound
     """Relative deviation of a tapped tensor that rounding can explain."""
+    places: Mapping[Place, PlaceRule] | None = None
+    """What is asked of each tensor by data-parallel rank and place, if it is not the same for all."""
+    is_layout_known: bool = True
+    """False if plain tensors inside of a module may be laid out as its trainer likes, such as in partial sums. What
+    agrees again when it leaves the module is then right."""
+    reduced: Collection[str] = ()
+    """Parameters whose reduced gradients agree, so that those of one micro-batch are laid out as the trainer likes."""
+
+    def within_at(self, data_rank: int, tap: Tap) -> float:
+        """Return the relative deviation that is allowed at the place of a tap; infinite where nothing is compared."""
+        rule = self._rule(data_rank, tap)
+        return self.within.value if rule is None else rule.within.value
+
+    def dtypes_at(self, data_rank: int, tap: Tap, oracle: str) -> Collection[str]:
+        """Return the dtypes that are allowed at the place of a tap, where the oracle has one; any if there is none."""
+        rule = self._rule(data_rank, tap)
+        return [oracle] if rule is None else rule.dtypes
+
+    def _rule(self, data_rank: int, tap: Tap) -> PlaceRule | None:
+        return self.places.get((data_rank, *tap.place[:-1])) if self.places is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)

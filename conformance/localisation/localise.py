@@ -20,6 +20,7 @@ from conformance.localisation.memory import first_held
 from conformance.localisation.reference_run import ReferenceRun
 from conformance.localisation.repeated_run import first_difference
 from conformance.localisation.schedule import first_wrong_collective
+from conformance.localisation.subject_run import SubjectRun
 from conformance.outcomes import CellFailed, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
@@ -28,6 +29,7 @@ from conformance.report.location import Location
 from conformance.run.case_runs import CaseRuns
 from conformance.run.record import Record
 from conformance.run.store import RecordStore
+from conformance.subjects.running import SubjectRuns
 
 
 def explained(
@@ -40,8 +42,11 @@ def explained(
     """
     start_s = time.monotonic()
     asserted = asserted_laws()[case.law]
-    runs = CaseRuns(store, asserted.law.substrates)
-    location = next(_found(asserted, runs, case.cell, machine, measured, reason), None)
+    if case.trainer is None:
+        runs = CaseRuns(store, asserted.law.substrates)
+        location = next(_found(asserted, runs, case.cell, machine, measured, reason), None)
+    else:
+        location = _found_for_trainer(case, store, measured, reason)
     if location is None:
         return None
     cell = location.cell or case.cell.id
@@ -106,6 +111,14 @@ def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement
     yield first_wrong_action(cell, run.record, run.ranks)
     yield first_wrong_collective(cell, run.record, run.ranks, run.traces)
     yield first_wrong_recomputation(cell, run.traces, run.ranks, measured)
+
+
+def _found_for_trainer(
+    case: Case, store: RecordStore, measured: Mapping[str, Measurement], reason: str
+) -> Location | None:
+    """Return the first wrong place of a run of another trainer, or else the law's own finding."""
+    location = SubjectRun(SubjectRuns(store), case.cell).first_wrong()
+    return location or own_finding(case.cell, measured, reason)
 
 
 def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:

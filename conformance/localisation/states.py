@@ -118,11 +118,15 @@ def elements(record: CapturedShards, wrong: WrongState) -> str:
     first = wrong.first
     full = record.parameters.get(first.name)
     layouts = [record.shards[shard.rank].get(f"layout/{first.name}") for shard in wrong.shards]
-    if first.measured is None or full is None or any(layout is None for layout in layouts):
-        return "" if first.measured is None else elements_clause(first.measured, first.expected, within=0.0)
+    if first.measured is None or first.measured.shape != first.expected.shape:
+        return ""
+    if full is None or any(layout is None for layout in layouts):
+        return elements_clause(first.measured, first.expected, within=0.0)
     mask = torch.zeros(math.prod(full.shape), dtype=torch.float64)
     for shard, layout in zip(wrong.shards, layouts, strict=True):
-        if shard.name == first.name and shard.measured is not None and layout is not None:
+        if shard.name != first.name or shard.measured is None or layout is None:
+            continue
+        if shard.measured.shape == shard.expected.shape:
             differs = shard.measured.double() != shard.expected.double()
             mask[layout.flatten()] = differs.flatten().double()
     mask = mask.view(tuple(full.shape))

@@ -281,7 +281,7 @@ class TappedRun(ABC):
             equals=states.number_clause(math.nan if norm is None else norm, expected, others),
             agrees="the gradients agree",
             collective=self._clip_collectives(step, wrong[0]),
-            called=self.line(step, wrong[0], "clip"),
+            called=self._line_of_number(step, wrong[0], "clip", norm) or self.line(step, wrong[0], "clip"),
         )
 
     def _clip_collectives(self, step: int, rank: int) -> str:
@@ -334,6 +334,14 @@ class TappedRun(ABC):
         trace = self.traces[rank]
         lines = trace.scalars.get(f"{step} {phase}", [])
         return trace.code(lines[-1 if last else 0]) if lines else None
+
+    def _line_of_number(self, step: int, rank: int, phase: str, value: float | None) -> Code | None:
+        """Return the first line of the trainer that computed a number in a phase of a step; None if none did."""
+        trace = self.traces[rank]
+        for number in trace.numbers.get(f"{step} {phase}", ()) if value is not None else ():
+            if number.value == value:
+                return trace.code(number.line)
+        return None
 
     def wrong_state(
         self,

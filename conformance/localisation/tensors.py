@@ -1,5 +1,6 @@
 """First wrong tensor of a step as a location: the module, and the value and the collective that explain it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from conformance.instruments.facts import Collective
 from conformance.instruments.taps import Tap
 from conformance.localisation.equality import CLOSE, deviation, elements_clause, equals_clause
+from conformance.localisation.lines import line_of
 from conformance.localisation.walk import Compared, ComparedStep, container, parent
 from conformance.report.location import Code, Family, Location, Stage
 
@@ -57,8 +59,8 @@ def first_wrong_tensor(
         equals=_equals(step, first, sizes) if family == "tensor" else _dtypes(step, first),
         agrees=_agrees(step, first, named),
         collective=_collective_clause(step, first, collectives),
-        elements=_elements(first, within=step.expected.within.value) if family == "tensor" else "",
-        called=_called(step, first, named),
+        elements=_elements(first, within=_within(step, first)) if family == "tensor" else "",
+        called=line_of(step, first, named.stage, named.name),
         issued=_issued(step, first),
         tree=marks,
     )
@@ -111,8 +113,9 @@ def _equals(step: ComparedStep, first: Compared, sizes: Mapping[str, float]) -> 
 
 def _dtypes(step: ComparedStep, first: Compared) -> str:
     oracle = step.oracle(first.rank)
-    expected = oracle.taps[oracle.index[(*first.tap.place[:-1], False)]].dtype
-    return f"is {first.tap.dtype}, expected {expected}"
+    known = oracle.taps[oracle.index[(*first.tap.place[:-1], False)]].dtype
+    expected = step.expected.dtypes_at(step.ranks.data_ranks[first.rank], first.tap, known)
+    return f"is {first.tap.dtype}, expected {' or '.join(expected)}"
 
 
 def _sum_clause(step: ComparedStep, first: Compared) -> str:
@@ -122,7 +125,7 @@ def _sum_clause(step: ComparedStep, first: Compared) -> str:
     if len(group) < 2 or any(tensor.shape != first.expected.shape for tensor in group):
         return ""
     total = sum(group[1:], group[0])
-    if deviation(total, first.expected) > max(CLOSE, step.expected.within.value):
+    if deviation(total, first.expected) > max(CLOSE, _within(step, first)):
         return ""
     return f"is a partial sum: those of the {len(group)} tensor-parallel ranks add up to the expected tensor"
 
@@ -144,6 +147,10 @@ def _others(step: ComparedStep, first: Compared) -> Iterator[tuple[str, Tensor]]
         yield "that of the step before", earlier
 
 
+def _within(step: ComparedStep, first: Compared) -> float:
+    return step.expected.within_at(step.ranks.data_ranks[first.rank], first.tap)
+
+
 def _differ(other: Tensor, expected: Tensor | None) -> bool:
     return expected is not None and other.shape == expected.shape and deviation(other, expected) > CLOSE
 
@@ -160,7 +167,9 @@ def _agrees(step: ComparedStep, first: Compared, named: Named) -> str:
     ]
     if not before:
         return ""
-    largest = max(each.deviation for each in before)
+    largest = max((each.deviation for each in before if math.isfinite(each.deviation)), default=math.inf)
+    if largest == math.inf:
+        return ""
     return f"its inputs agree {'in every bit' if largest == 0.0 else f'to {largest:.1g}'}"
 
 
@@ -203,17 +212,6 @@ def _issued(step: ComparedStep, first: Compared) -> Code | None:
     start = trace.taps[first.index - 1].collectives if first.index else 0
     lines = trace.issued[start : first.tap.collectives]
     return trace.code(lines[-1]) if lines else None
-
-
-def _called(step: ComparedStep, first: Compared, named: Named) -> Code | None:
-    trace = step.traces[first.rank]
-    if named.stage == "loss":
-        lines = trace.scalars.get(f"{step.step} backward") or trace.scalars.get(f"{step.step} forward") or []
-        return trace.code(lines[-1]) if lines else None
-    for tap in reversed(trace.taps[: first.index + 1]):
-        if tap.module == named.name and tap.step == step.step:
-            return trace.code(tap.called)
-    return trace.code(first.tap.called)
 
 
 def _elements(first: Compared, *, within: float) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conformance.instruments.taps import Line, Tap, TapFile, Taps
+from conformance.instruments.taps import Line, Number, OtherCall, Tap, TapFile, Taps
 from conformance.report.location import Code
 
 Place = tuple[int, str, str, str, int, bool]
@@ -29,6 +29,9 @@ class Trace:
     issuers: Sequence[str] = ()
     scalars: Mapping[str, Sequence[int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Sequence[Number]] = field(default_factory=dict)
+    own_lines: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    other_calls: Sequence[OtherCall] = ()
 
     @cached_property
     def index(self) -> dict[Place, int]:
@@ -69,6 +72,9 @@ def read_trace(directory: Path, *, rank: int) -> Trace:
         content.issuers,
         content.scalars,
         content.modules,
+        content.numbers,
+        content.own_lines,
+        content.other_calls,
     )
 
 

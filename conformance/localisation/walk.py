@@ -52,7 +52,33 @@ class ComparedStep:
     def wrong(self) -> list[Compared]:
         """Tapped tensors that differ from the expected ones, the first in the order of the oracle at the front."""
         wrong = [each for each in self.compared if each.is_wrong or each.is_of_other_dtype]
+        if not self.expected.is_layout_known:
+            wrong = [each for each in wrong if not self._is_right_again(each)]
         return sorted(wrong, key=lambda each: (each.position, each.index, each.rank))
+
+    def _is_right_again(self, wrong: Compared) -> bool:
+        """Return whether the module of a wrong tensor, or one around it, turns it into what is right."""
+        tap = wrong.tap
+        if wrong.is_of_other_dtype and not wrong.is_wrong:
+            return False
+        if tap.kind == "parameter gradient":
+            return f"{tap.module}.{tap.item}" in self.expected.reduced
+        end = "input gradient" if "gradient" in tap.kind or tap.kind == "parameter in backward" else "output"
+        around = [tap.module] if tap.kind != end else []
+        for path in (*around, *_parents(tap.module)):
+            after = self._ends.get((wrong.rank, path, end), [])
+            first = next((each for each in after if each.index > wrong.index), None)
+            if first is not None and not first.is_wrong:
+                return True
+        return False
+
+    @cached_property
+    def _ends(self) -> dict[tuple[int, str, str], list[Compared]]:
+        """Compared tensors by rank, module and kind, in the order of execution."""
+        found: dict[tuple[int, str, str], list[Compared]] = {}
+        for each in self.compared:
+            found.setdefault((each.rank, each.tap.module, each.tap.kind), []).append(each)
+        return found
 
     def marks(self) -> dict[str, Mark]:
         """Return the state of each module: `follows` if any of its tensors is wrong, `unseen` if none was compared."""
@@ -103,8 +129,11 @@ class ComparedStep:
         own = expected_shard(
             full, [Held(tap, measured)] if is_partial(tap) else group, 0 if is_partial(tap) else member
         )
-        distance = math.inf if own is None else deviation(measured, own)
-        is_other = tap.dtype != expected_tap.dtype and tensor.is_floating_point()
+        unknown = math.inf if self.expected.is_layout_known else math.nan
+        distance = unknown if own is None else deviation(measured, own)
+        data_rank = self.ranks.data_ranks[rank]
+        dtypes = self.expected.dtypes_at(data_rank, tap, expected_tap.dtype)
+        is_other = tensor.is_floating_point() and bool(dtypes) and tap.dtype not in dtypes
         return Compared(
             rank=rank,
             index=index,
@@ -113,7 +142,7 @@ class ComparedStep:
             measured=measured,
             expected=own,
             deviation=distance,
-            is_wrong=distance > self.expected.within.value,
+            is_wrong=distance > self.expected.within_at(data_rank, tap),
             is_of_other_dtype=is_other,
         )
 
@@ -137,6 +166,12 @@ def container(paths: Sequence[str]) -> str:
             break
         common.append(words[0])
     return ".".join(common)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module but the model, the innermost first."""
+    while path := parent(path):
+        yield path
 
 
 def parent(path: str) -> str:

@@ -3,6 +3,7 @@
 import msgspec
 
 from conformance.instruments.facts import Collective
+from conformance.instruments.taps import Line
 from conformance.subjects.cells import SubjectCell, Workload
 
 
@@ -51,6 +52,10 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Most calls in one forward pass of the modules with which FSDP2 shards a parameter, by parameter."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
+    written: dict[str, Line] = {}
+    """Line of the trainer that last wrote each parameter and buffer when the model was built; only of a tapped run."""
+    sharding: list[Line] = []
+    """Lines that called `fully_shard`; only of a tapped run."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -97,6 +102,18 @@ class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: str
     workload: Workload
+    directory: str
+
+
+class StepsJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the task that computes each step in one process, from what the ranks of a run had before it."""
+
+    subject: str
+    cell: SubjectCell
+    weights: str
+    """File with the full weights with which each step began, by `stepN/NAME`."""
+    record: str
+    """Directory with the tensors that the ranks kept."""
     directory: str
 
 

@@ -19,11 +19,13 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.sharding import local
+from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
+from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
 from conformance.subjects.loop import scalar
-from conformance.subjects.protocol import Built, SubjectMistake, reference_name
+from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
@@ -66,13 +68,27 @@ class SubjectRecorder:
     """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
 
     def __init__(
-        self, run: Built, *, names: Collection[str], aliases: Collection[str], begin: Callable[[Built], None]
+        self,
+        run: Built,
+        *,
+        names: Collection[str],
+        aliases: Collection[str],
+        begin: Callable[[Built], None],
+        writers: Writers | None = None,
     ) -> None:
+        """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules."""
         self._begin = begin
         self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
-        self._tap = DispatchTap([self._dtypes.listen, self._collectives.listen])
+        self._writers, self.taps = writers, self._new_taps() if writers else None
+        listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
+        outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]
+        self._tap = DispatchTap(listeners, outcomes=outcomes)
+        self._written: dict[str, Line] = {}
+        self._sharded: dict[str, nn.Parameter] = {}
+        self._kept_step = -1
+        self._step = -1
         self._norms: list[float] = []
         self._uninitialised: dict[str, int] = {}
         self._parameters: dict[str, ShardedParameter] = {}
@@ -81,6 +97,13 @@ class SubjectRecorder:
         self._calls: Counter[str] = Counter()
         self._most_calls: Counter[str] = Counter()
         self._first_backward: dict[int, int] = {}
+
+    def _new_taps(self) -> Taps:
+        return Taps(
+            named=module_names(self._known),
+            quietly=lambda: self._tap.deaf(),
+            count_collectives=self._collectives.count,
+        )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -108,10 +131,15 @@ class SubjectRecorder:
             if self._is_begun:
                 self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
                 self._hook(self._run.model)
+                if self.taps:
+                    self._capture.resumed(self._run.model, self._run.optimizer)
             else:
                 self._is_begun = True
                 self._look_at(self._run.model)
                 self._begin(self._run)
+            self._sharded = dict(self._run.model.named_parameters())
+            if self.taps:
+                self.taps.attach(self._run.model)
 
     def _look_at(self, model: nn.Module) -> None:
         parameters = {self._named(name): parameter for name, parameter in model.named_parameters()}
@@ -122,6 +150,7 @@ class SubjectRecorder:
             raise SubjectMistake(f"{on_meta[0]} and {len(on_meta) - 1} more are on the meta device: materialise them")
         counts = {name: uninitialised_elements(tensor) for name, tensor in state.items()}
         self._uninitialised = {name: count for name, count in counts.items() if count}
+        self._written = self._writers.written(state) if self._writers else {}
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
         self._capture.initialized(model)
         self._dtypes.initialized(model)
@@ -152,9 +181,20 @@ class SubjectRecorder:
             self._most_calls |= self._calls  # of each parameter the larger number
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
-        self._phase = name
+        if name == "idle" or step != self._step:
+            self._keep_state()
+        self._phase, self._step = name, step
+        for instrument in filter(None, (self.taps, self._writers)):
+            instrument.phase(name, step=step)
         self._dtypes.phase(name, step=step)
         self._collectives.phase(name, step=step)
+
+    def _keep_state(self) -> None:
+        """Keep what a step has left, of a tapped run, once: a trainer may not tell that it is idle."""
+        if self.taps and self._step > self._kept_step:
+            self._kept_step = self._step
+            with self._tap.paused(), torch.no_grad():
+                self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
@@ -167,7 +207,7 @@ class SubjectRecorder:
         with self._tap.paused(), torch.no_grad():
             self._norms.append(scalar(torch.as_tensor(norm)))
             self._capture.clipped(model, norm=norm, step=step)
-        layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
+            layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
         self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
 
     @torch.no_grad()
@@ -186,6 +226,8 @@ class SubjectRecorder:
                 f"{len(losses)} steps were taken, and {told}: call observer.phase('backward', step=...)"
             )
         run, rank = self._run, dist.get_rank()
+        if self._kept_step != self._step and self.taps:
+            self._capture.after_step(self._sharded, run.optimizer, step=self._step)
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()
@@ -206,6 +248,8 @@ class SubjectRecorder:
             first_backward=list(self._first_backward.values()),
             calls=dict(self._most_calls),
             unsharded=self._unsharded,
+            written=self._written,
+            sharding=self._writers.sharding if self._writers else [],
         )
 
     def _named(self, name: str) -> str:

@@ -3,7 +3,7 @@
 An adapter never gathers, averages over ranks for the suite, or compares: what it returns is measured, not believed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -137,3 +137,12 @@ def reference_name(name: str, known: Iterable[str]) -> str:
     A name that the model itself has is left alone, so that a model may call its own modules `module`.
     """
     return name if name in known else ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def module_names(parameters: Iterable[str]) -> Callable[[str], str]:
+    """Return the function that gives a module's path in the model of one process, of its path in a parallel model.
+
+    `parameters` are the names of the parameters of the model of one process.
+    """
+    known = {name.rsplit(".", depth)[0] for name in parameters for depth in range(1, name.count(".") + 1)}
+    return lambda path: reference_name(path, known)

@@ -193,7 +193,7 @@ def bf16_gradients(
     batches = all_micro_batches(subject, workload, step=0)
     total = sum(subject.count(batch) for batch in batches)
     for batch in batches:
-        model = _parameters_in_bf16(masters) if kind == "cast" else masters
+        model = parameters_in_bf16(masters) if kind == "cast" else masters
         inputs = to_dtype(batch, torch.bfloat16) if kind == "cast" else batch
         audit.phase("forward", step=0)
         with tap, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
@@ -212,7 +212,8 @@ def _matmul_audit() -> tuple[DtypeAudit, DispatchTap]:
     return audit, DispatchTap([audit.listen])
 
 
-def _parameters_in_bf16(model: nn.Module) -> nn.Module:
+def parameters_in_bf16(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with its parameters in bf16, and its buffers as they are."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -21,7 +21,7 @@ from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
 from conformance.subjects.cells import reference_cell, subject_cell
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
-from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
+from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
 from conformance.subjects.tasks import REFERENCE_FILE, WEIGHTS_FILE
 
@@ -66,8 +66,8 @@ class SubjectRuns:
         directory = self._alone("train_reference", base, _payload(job))
         return _reference(directory)
 
-    def evidence(self, cell: Cell) -> Evidence:
-        """Return the record of a cell with its reference.
+    def evidence(self, cell: Cell, *, tapped: bool = False) -> Evidence:
+        """Return the record of a cell with its reference; of a `tapped` run with taps in its directory.
 
         Raises CellFailed if a rank does not finish. Raises Unsupported for a cell that the subject refuses, and after
         another cell has hung: each of the others would probably take all of its time, too.
@@ -79,7 +79,8 @@ class SubjectRuns:
         reference = self.reference(cell)
         if cell.batches == "uneven" and not reference.facts.varies:
             raise Unsupported("count() is the same for all batches")
-        header = self._header("train_subject", cell, defect=self.store.defect)
+        task = "train_tapped_subject" if tapped else "train_subject"
+        header = self._header(task, cell, defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(
             subject=self.subject,
@@ -94,8 +95,18 @@ class SubjectRuns:
         directory = self._run(header, _payload(job), world_size=cell.world_size, kind=self._kind(cell))
         return Evidence(_record(directory, cell), reference)
 
-    def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any]) -> Path:
-        header = self._header(function, cell, defect=None, alone=True)
+    def expected_steps(self, cell: Cell, *, weights: Path, record: Path) -> Path:
+        """Return the directory with each step of a tapped run as one process computes it, see `expectation`.
+
+        `weights` is a file with the full weights with which each step of the run began, `record` its directory.
+        """
+        job = StepsJob(
+            subject=self.subject, cell=subject_cell(cell), weights=str(weights), record=str(record), directory=""
+        )
+        return self._alone("compute_steps", cell, _payload(job), defect=self.store.defect)
+
+    def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
+        header = self._header(function, cell, defect=defect, alone=True)
         return self._run(header, payload, world_size=1, kind=self.subject)
 
     def _header(self, function: str, cell: Cell, *, defect: str | None, alone: bool = False) -> Header:
@@ -164,7 +175,7 @@ def _first_result(directory: Path, type_: type[_Result]) -> _Result:
     return msgspec.convert(read_results(directory)[0], type_)
 
 
-def _payload(job: ReferenceJob | TrainJob | dict[str, object]) -> dict[str, Any]:
+def _payload(job: ReferenceJob | StepsJob | TrainJob | dict[str, object]) -> dict[str, Any]:
     """Return a job in the types that a task's payload may have: lists in place of tuples.
 
     JSON would turn NaN and infinity, which a norm may be, into null.

@@ -1,7 +1,7 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ from torch.optim import Optimizer
 from conformance.defects.catalogue import injected
 from conformance.experiments.context import start_process_group
 from conformance.instruments.capture import shard_indices
+from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
+from conformance.instruments.writers import Writers
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.data import micro_batches
 from conformance.subjects.decorated import load_subject
-from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
+from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
+from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,
@@ -45,8 +48,6 @@ REFERENCE_FILE = "reference.safetensors"
 """Tensors of the more accurate process: `initial/NAME`, and by step `stepN/gradient/NAME`, `stepN/parameter/NAME`."""
 WEIGHTS_FILE = "weights.safetensors"
 """Initial weights in fp32, by name."""
-_SAVED_AFTER = 1
-"""Number of steps before a run is saved: the optimizer has a state then."""
 
 
 def describe(_context: RankContext, payload: dict[str, Any]) -> Any:
@@ -107,19 +108,37 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
         return msgspec.to_builtins(_train(context, subject, job))
 
 
-def _train(context: RankContext, subject: Subject, job: TrainJob) -> SubjectFacts:
+def train_tapped_subject(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Train as `train_subject` does, with taps on all modules, which `conformance.localisation` reads."""
+    job = msgspec.convert(payload, TrainJob)
+    subject = load_subject(job.subject)
+    with injected(job.defect):
+        facts = _train(context, subject, job, writers=Writers())
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(facts))  # with lists in place of tuples
+
+
+def compute_steps(_context: RankContext, payload: dict[str, Any]) -> None:
+    """Compute each step of a run in one process, and write it into the job's directory; see `expectation`."""
+    job = msgspec.convert(payload, StepsJob)
+    write_expected_steps(load_subject(job.subject), job)
+
+
+def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Writers | None = None) -> SubjectFacts:
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
     with ExitStack() as uninitialised:
         uninitialised.enter_context(uninitialised_is_nan())
-        run = build()
+        with DispatchTap([], outcomes=[writers.listen_to_outcomes]) if writers else nullcontext():
+            run = build()
         begin = partial(_begin, job, uninitialised)
-        recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases, begin=begin)
+        recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases, begin=begin, writers=writers)
         with recorder.listening():
             if not isinstance(run, SelfShardingRun):
                 recorder.built()
             losses = _all_steps(subject, job, run, build, recorder)
     facts = recorder.finish(losses, Path(job.directory))
+    if recorder.taps:
+        recorder.taps.write(Path(job.directory), rank=dist.get_rank())
     destroy_process_group()
     return facts
 
@@ -153,9 +172,9 @@ def _all_steps(
     batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
     if not job.cell.resumed:
         return _trained(run, batches, recorder, first=0)
-    losses = _trained(run, batches[:_SAVED_AFTER], recorder, first=0)
+    losses = _trained(run, batches[:SAVED_AFTER], recorder, first=0)
     run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
-    return losses + _trained(run, batches[_SAVED_AFTER:], recorder, first=_SAVED_AFTER)
+    return losses + _trained(run, batches[SAVED_AFTER:], recorder, first=SAVED_AFTER)
 
 
 def _trained(

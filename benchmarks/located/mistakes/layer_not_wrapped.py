@@ -13,7 +13,7 @@ class Wrong(Trainer):
     def shard(self, model: Llama, options: dict[str, Any]) -> None:
         """Shard modules one by one, without a root."""
         for module in (model.embedding, *model.layers[1:], model.norm, model.head):  # mistake: layer-not-wrapped
-            fully_shard(module, **options)
+            fully_shard(module, **options)  # mistake: layer-not-wrapped
 
 
 class Right(Trainer):

@@ -1,0 +1,304 @@
+"""Expectation: each step of a subject's run as one process computes it, from what the ranks had before it.
+
+The model in one process is tapped at the places of the run. How much a parallel run may deviate is measured, as for the
+laws, see `reference`: in fp32 one process also computes with weights that are off by one unit in the last place, in
+several ways, and in fp64, if the model can; for a run in bf16 it computes with parameters in bf16, and under autocast.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from conformance.assertions import compare
+from conformance.instruments.taps import Number, Tap, Taps
+from conformance.instruments.tensor_file import write_tensors
+from conformance.oracles.tolerance import FP32_ROUNDOFF
+from conformance.run.shards import tensor_file
+from conformance.subjects import reference
+from conformance.subjects.cells import SubjectCell
+from conformance.subjects.data import micro_batches, to_dtype
+from conformance.subjects.facts import OwnErrors, StepsJob
+from conformance.subjects.protocol import Batch, Subject, module_names
+
+FACTS_FILE = "expected.msgpack"
+TENSORS_FILE = "expected.safetensors"
+"""Tensors by key: the gradients `stepN/gradient/NAME`, and what the optimizer leaves, `rankR/stepN/KIND/NAME`."""
+SAVED_AFTER = 1
+"""Number of steps before a run is saved: the optimizer has a state then."""
+_REFUSALS = (RuntimeError, TypeError, NotImplementedError)
+"""Errors of a model or an optimizer that cannot compute in another dtype."""
+Named = Callable[[str], str]
+
+
+class TapErrors(msgspec.Struct, frozen=True):
+    """Own errors of the taps of one data-parallel rank, in the order of the taps."""
+
+    own: list[float]
+    """Relative deviation of each tensor; infinite for one that cannot be compared."""
+    overall: list[float]
+    """Deviation of all tensors of the tap's kind together."""
+    dtypes: list[list[str]]
+    """Dtypes that the tensor may have; any if there is none."""
+
+
+class ExpectedStepFacts(msgspec.Struct, frozen=True):
+    """Measurements of one step."""
+
+    taps: list[TapErrors]
+    """By data-parallel rank."""
+    gradients: OwnErrors
+    loss: float
+    """Mean loss."""
+    loss_error: float
+    """Largest relative deviation of the loss."""
+    updates: dict[str, float]
+    """Relative deviation of what the optimizer leaves between fp32 and fp64, by `KIND/NAME`."""
+
+
+class Expectation(msgspec.Struct, frozen=True):
+    """Measurements of the steps that begin with finite weights, up to the first that does not."""
+
+    reduction: str
+    """`mean` or `sum`, if the subject declares what happens to gradients of data-parallel ranks; else empty."""
+    steps: list[ExpectedStepFacts]
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    """Return the directory with the taps of a step, by data-parallel rank."""
+    return directory / f"step{step}"
+
+
+def write_expected_steps(subject: Subject, job: StepsJob) -> None:
+    """Compute all steps, and write their taps, tensors and measurements into the job's directory."""
+    directory, steps = Path(job.directory), range(len(job.cell.accumulation))
+    weights = load_file(job.weights)
+    tensors: dict[str, Tensor] = {}
+    updates, update_errors = _updates(subject, job)
+    facts = []
+    for step in steps:
+        masters = reference.initial_model(subject, tied=job.cell.tied)
+        if not all(bool(weights[f"step{step}/{name}"].isfinite().all()) for name, _ in masters.named_parameters()):
+            break  # an earlier step is wrong
+        with torch.no_grad():
+            for name, parameter in masters.named_parameters():
+                parameter.copy_(weights[f"step{step}/{name}"])
+        computed = _Step(subject, job.cell, step)
+        taps, gradients = computed.run(masters)
+        step_directory(directory, step).mkdir()
+        for data_rank, each in enumerate(taps):
+            each.write(step_directory(directory, step), rank=data_rank)
+        tensors |= {f"step{step}/gradient/{name}": gradient for name, gradient in gradients.items()}
+        facts.append(computed.facts(masters, taps, gradients, updates=update_errors.get(step, {})))
+    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in (tensors | updates).items()})
+    expectation = Expectation(str(getattr(subject, "reduction", "")), facts)
+    (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(expectation))
+
+
+class _Step:
+    """One step of a cell in one process."""
+
+    def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
+        self._subject, self._cell, self._step = subject, cell, step
+        ranks = range(cell.data_ranks)
+        self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
+        self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))
+
+    def run(
+        self, model: nn.Module, *, dtype: torch.dtype | None = None, autocast: bool = False
+    ) -> tuple[list[Taps], dict[str, Tensor]]:
+        """Return taps by data-parallel rank, and the gradients of the mean loss, with batches in a dtype."""
+        named = module_names(name for name, _ in model.named_parameters(remove_duplicate=False))
+        sums: dict[str, Tensor] = {}
+        taps = []
+        for batches in self._batches:
+            taps.append(Taps(named=named))
+            with taps[-1].attached(model):
+                for batch in batches:
+                    self._take(model, batch if dtype is None else to_dtype(batch, dtype), taps[-1], autocast=autocast)
+                    _add_gradients(model, sums)
+        return taps, sums
+
+    def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:
+        taps.phase("forward", step=self._step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = self._subject.loss(model, batch)
+        taps.phase("backward", step=self._step)
+        mean = loss / self._count
+        taps.numbers.setdefault(f"{self._step} backward", []).append(Number(-1, float(mean.detach())))
+        torch.autograd.backward(mean)
+
+    def facts(
+        self,
+        masters: nn.Module,
+        taps: Sequence[Taps],
+        gradients: Mapping[str, Tensor],
+        *,
+        updates: dict[str, float],
+    ) -> ExpectedStepFacts:
+        """Return the largest deviations of other computations of the step."""
+        loss, loss_error = self._loss(taps), 0.0
+        measured = [_Deviations(each) for each in taps]
+        others = []
+        for other_taps, other_gradients in self._others(masters):
+            for deviations, each in zip(measured, other_taps, strict=True):
+                deviations.add(each)
+            others.append({name: other_gradients[name] for name in gradients})
+            loss_error = max(loss_error, abs(self._loss(other_taps) - loss) / (abs(loss) or 1.0))
+        is_bf16 = self._cell.precision == "bf16"
+        return ExpectedStepFacts(
+            taps=[each.errors(with_dtypes=is_bf16) for each in measured],
+            gradients=reference.own_errors(others, gradients, None),
+            loss=loss,
+            loss_error=loss_error,
+            updates=updates,
+        )
+
+    def _loss(self, taps: Sequence[Taps]) -> float:
+        """Return the mean loss, from the terms of all micro-batches."""
+        return sum(number.value for each in taps for number in each.numbers[f"{self._step} backward"])
+
+    def _others(self, masters: nn.Module) -> Iterator[tuple[list[Taps], dict[str, Tensor]]]:
+        if self._cell.precision == "bf16":
+            yield self.run(reference.parameters_in_bf16(masters), dtype=torch.bfloat16)
+            yield self.run(masters, autocast=True)
+            return
+        for seed in range(reference.ORDERS):
+            yield self.run(_perturbed(masters, seed=seed))
+        with suppress(*_REFUSALS):
+            yield self.run(reference.promoted(masters, torch.float64), dtype=torch.float64)
+
+
+class _Deviations:
+    """Largest deviations of other computations from taps."""
+
+    def __init__(self, taps: Taps) -> None:
+        self._taps = taps
+        self._own = [0.0] * len(taps.taps)
+        self._overall: dict[str, float] = defaultdict(float)
+        self._dtypes: list[set[str]] = [set() for _ in taps.taps]
+
+    def add(self, other: Taps) -> None:
+        """Compare with another computation; places that it lacks cannot be compared."""
+        index = {tap.place: number for number, tap in enumerate(other.taps)}
+        differences: dict[str, float] = defaultdict(float)
+        sizes: dict[str, float] = defaultdict(float)
+        for number, (tap, tensor) in enumerate(zip(self._taps.taps, self._taps.tensors, strict=True)):
+            found = index.get(tap.place)
+            if found is None:
+                self._own[number] = math.inf
+                continue
+            self._dtypes[number].add(other.taps[found].dtype)
+            if not tensor.is_floating_point():
+                continue
+            deviation = compare.deviation(other.tensors[found], tensor)
+            self._own[number] = max(self._own[number], deviation)
+            if math.isfinite(deviation):
+                size = float(tensor.double().norm())
+                differences[tap.kind] += (deviation * size if size else deviation) ** 2
+                sizes[tap.kind] += size**2
+        for kind, size in sizes.items():
+            overall = math.sqrt(differences[kind] / size) if size else 0.0
+            self._overall[kind] = max(self._overall[kind], overall)
+
+    def errors(self, *, with_dtypes: bool) -> TapErrors:
+        """Return the largest deviations; dtypes are told for outputs of modules that compute with parameters."""
+        taps = self._taps.taps
+        computing = {tap.module for tap in taps if tap.kind == "parameter"}
+        dtypes = [
+            sorted(found) if not with_dtypes or _is_told(tap, computing) else []
+            for tap, found in zip(taps, self._dtypes, strict=True)
+        ]
+        own_dtypes = [[tap.dtype] for tap in taps]
+        return TapErrors(self._own, [self._overall[tap.kind] for tap in taps], dtypes if with_dtypes else own_dtypes)
+
+
+def _is_told(tap: Tap, computing: set[str]) -> bool:
+    """Return whether the dtype of a tensor in mixed precision shows the policy: others depend on where it casts."""
+    return tap.kind == "output" and bool(tap.module) and tap.module in computing
+
+
+def _add_gradients(model: nn.Module, sums: dict[str, Tensor]) -> None:
+    """Add the gradients of a micro-batch to sums of at least fp32, and forget them."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
+            sums[name] = sums[name] + gradient if name in sums else gradient
+    model.zero_grad()
+
+
+def _perturbed(model: nn.Module, *, seed: int) -> nn.Module:
+    """Return a copy of a model whose weights are off by one unit in the last place, up or down."""
+    copy, generator = reference.promoted(model, torch.float32), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1.0 + 2.0 * FP32_ROUNDOFF * signs)
+    return copy
+
+
+def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[int, dict[str, float]]]:
+    """Return what the subject's optimizer leaves of the shards of each rank, and by step its error by `KIND/NAME`."""
+    tensors: dict[str, Tensor] = {}
+    errors: dict[int, dict[str, float]] = {}
+    for rank in range(job.cell.world_size):
+        shards = load_file(Path(job.record) / tensor_file(rank))
+        single = _plain_steps(subject, job.cell, shards, dtype=None)
+        exact: dict[str, Tensor] = {}
+        with suppress(*_REFUSALS):
+            exact = _plain_steps(subject, job.cell, shards, dtype=torch.float64)
+        for key, tensor in single.items():
+            tensors[f"rank{rank}/{key}"] = tensor
+            when, _, name = key.partition("/")
+            of_step = errors.setdefault(int(when.removeprefix("step")), {})
+            deviation = compare.deviation(tensor, exact[key]) if key in exact else 0.0
+            of_step[name] = max(of_step.get(name, 0.0), deviation)
+    return tensors, errors
+
+
+def _plain_steps(
+    subject: Subject, cell: SubjectCell, shards: Mapping[str, Tensor], *, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return what the optimizer leaves after each step by `stepN/KIND/NAME`; each begins with the state of the run.
+
+    Tensors that are no shards, as a count of steps, go on from step to step.
+    """
+
+    def of_run(key: str) -> Tensor:
+        return shards[key].clone() if dtype is None else shards[key].to(dtype)
+
+    steps = range(len(cell.accumulation))
+    names = [key.split("/", 2)[2] for key in shards if key.startswith("step0/clipped/")]
+    parameters = {name: nn.Parameter(of_run(f"step0/parameter/{name}")) for name in names}
+    if not parameters:
+        return {}
+    optimizer = subject.make_optimizer(parameters.values())
+    left: dict[str, Tensor] = {}
+    for step in steps:
+        before = "resumed" if cell.resumed and step == SAVED_AFTER else f"after{step - 1}"
+        for name, parameter in parameters.items():
+            if f"step{step}/parameter/{name}" in shards:
+                parameter.data = of_run(f"step{step}/parameter/{name}")
+            clipped = f"step{step}/clipped/{name}"
+            parameter.grad = of_run(clipped) if clipped in shards else None
+            for kind, state in _shaped_state(optimizer, parameter).items():
+                if f"{before}/{kind}/{name}" in shards:
+                    state.copy_(shards[f"{before}/{kind}/{name}"])
+        optimizer.step()
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                found = {"parameter": parameter.detach(), **_shaped_state(optimizer, parameter)}
+                left |= {f"step{step}/{kind}/{name}": tensor.clone() for kind, tensor in found.items()}
+    return left
+
+
+def _shaped_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return {kind: t for kind, t in state.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
