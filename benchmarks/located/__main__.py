@@ -1,4 +1,4 @@
-"""Table of what explanations of faults name: `python -m benchmarks.located OUT [--write] [ID ...]`.
+"""Table of the places that explanations of faults name: `python -m benchmarks.located OUT [--write] [ID ...]`.
 
 Each fault of the catalogue, those of `ttrace_faults` and those of `reported_faults` is injected into one cell; the case
 that fails is explained as a session does it, and the named place is compared with that which was written down before
@@ -85,8 +85,9 @@ def all_faults() -> Iterator[Fault]:
 
 
 def _place(fault: LocatedDefect) -> Place:
-    of = fault.place
-    return Place(stages=tuple(of.stage.split("|")), name=of.name, quantity=of.quantity, collective=of.collective)
+    place = fault.place
+    stages = tuple(place.stage.split("|"))
+    return Place(stages=stages, name=place.name, quantity=place.quantity, collective=place.collective)
 
 
 def row_of(fault: Fault, judge: CaseJudge) -> Row:
@@ -177,12 +178,12 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "result existed; a place that is only a consequence counts as wrong. Times are of two cores.",
     ]
     for table, title in _TABLES.items():
-        of_table = [row for row in rows if row.table == table]
-        right = sum(row.is_right for row in of_table)
-        blocks.append(f"## {title}\n\n{right} of {len(of_table)} are right.")
+        in_table = [row for row in rows if row.table == table]
+        right = sum(row.is_right for row in in_table)
+        blocks.append(f"## {title}\n\n{right} of {len(in_table)} are right.")
         cells = [
             [row.fault, row.case, "yes" if row.is_right else f"**no**: {WHY.get(row.fault, '?')}", _plain(row.named)]
-            for row in of_table
+            for row in in_table
         ]
         blocks.append(tabulate(cells, headers=["fault", "case", "right", "named"], tablefmt="github"))
     return "\n\n".join(blocks) + "\n"
@@ -227,8 +228,8 @@ def main() -> None:
 
 def _print_shares(rows: Mapping[str, Row]) -> None:
     for table, title in _TABLES.items():
-        of_table = [row for row in rows.values() if row.table == table]
-        print(f"{title}: {sum(row.is_right for row in of_table)} of {len(of_table)} right")
+        in_table = [row for row in rows.values() if row.table == table]
+        print(f"{title}: {sum(row.is_right for row in in_table)} of {len(in_table)} right")
 
 
 if __name__ == "__main__":

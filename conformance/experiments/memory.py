@@ -21,15 +21,16 @@ from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import Schedule
-from reference_trainer.config import LossScaleConfig
+from reference_trainer.config import LossScaleConfig, TrainerConfig
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.precision import PRECISIONS
 from reference_trainer.train import Trainer
 
-_MANY_STEPS = 50
+MANY_STEPS = 50
+"""Steps after which memory must not have grown."""
 _MEASURED, _NOT_MEASURED = "measured step", "steps between"
 """Marks at which a measured step begins, and the steps that are not measured."""
-_UNSCALED = LossScaleConfig(initial=1.0, growth_interval=_MANY_STEPS)
+_UNSCALED = LossScaleConfig(initial=1.0, growth_interval=MANY_STEPS)
 
 
 class StepMemory(msgspec.Struct):
@@ -103,13 +104,13 @@ def growth_of_stages(rank: RankWorld) -> Growth:
 
 def _growth(rank: RankWorld) -> Growth:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
-        trainer = _warm_trainer(rank, steps=_MANY_STEPS)
+        trainer = _warm_trainer(rank, steps=MANY_STEPS)
         _marked_step(trainer, 1)
         mark(_NOT_MEASURED)
         with allocations_alone():
-            for step in range(2, _MANY_STEPS - 1):
+            for step in range(2, MANY_STEPS - 1):
                 trainer.train_step(step)
-        _marked_step(trainer, _MANY_STEPS - 1)
+        _marked_step(trainer, MANY_STEPS - 1)
     second, fiftieth = _marked_steps(ledger)
     return Growth(second, fiftieth)
 
@@ -139,12 +140,16 @@ def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:
 
     Losses are not scaled: a step that is skipped since fp16 overflows needs other memory than one that is taken.
     """
-    config = replace(rank.config, steps=steps or rank.config.steps)
-    if PRECISIONS[config.precision].scales_loss:
-        config = replace(config, loss_scale=_UNSCALED)
+    config = unscaled(rank.config, steps=steps or rank.config.steps)
     trainer = rank.trainer(PhaseMarks(), config=config)
     trainer.train_step(0)
     return trainer
+
+
+def unscaled(config: TrainerConfig, *, steps: int) -> TrainerConfig:
+    """Return the configuration of a run of some steps, of which none is skipped."""
+    scales = PRECISIONS[config.precision].scales_loss
+    return replace(config, steps=steps, loss_scale=_UNSCALED if scales else config.loss_scale)
 
 
 def _measured_step(trainer: Trainer, step: int) -> StepMemory:

@@ -110,9 +110,7 @@ class Capture(Observer):
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
 
-    def after_step(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, step: int
-    ) -> None:
+    def after_step(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, step: int) -> None:
         """Keep sharded parameters, by their names in the model, and the optimizer's state after a step.
 
         Keys are `afterN/KIND/NAME`. The model may show unsharded parameters meanwhile.
@@ -125,19 +123,15 @@ class Capture(Observer):
     def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
-        self.optimizer_state("resumed", model, optimizer)
+        self._optimizer_state("resumed", self._parameters(model), optimizer)
 
     def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the final state. Call it after the last step."""
         self._state("final", model)
-        self.optimizer_state("final", model, optimizer)
-
-    def optimizer_state(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the tensors of the optimizer's state that have the shapes of their parameters."""
-        self._optimizer_state(when, self._parameters(model), optimizer)
+        self._optimizer_state("final", self._parameters(model), optimizer)
 
     def _optimizer_state(
-        self, when: str, named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+        self, when: str, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
     ) -> None:
         for name, parameter in named:
             for key, value in optimizer.state.get(parameter, {}).items():

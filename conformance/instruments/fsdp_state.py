@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -69,3 +69,35 @@ def backward_prefetch_of(model: nn.Module) -> dict[str, list[str]]:
                 names.setdefault(module._get_fsdp_state(), name)
         prefetched = {name: [names[to] for to in state._states_to_backward_prefetch] for state, name in names.items()}
     return {name: modules for name, modules in prefetched.items() if modules}
+
+
+ROOT = "of the root"
+"""Name of the group of parameters that belong to the root alone, which has no path."""
+
+
+def group_modules(owner: object) -> str:
+    """Return the paths of a group's modules, joined by commas, if an object is a group of FSDP2; else nothing.
+
+    The group of the root alone is called `ROOT`. Before the first forward groups have no paths.
+    """
+    if type(owner).__name__ != "FSDPParamGroup":
+        return ""
+    paths: str | None = getattr(owner, "_module_fqn", None)
+    return "" if paths is None else paths or ROOT
+
+
+def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of FSDP2's unsharded parameters that wait for a later micro-batch, by name of the parameter.
+
+    `?` stands for the name of a parameter that is unsharded at present.
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    """
+    with private_state("which gradients wait for a later micro-batch"):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            for managed in _managed(module) if isinstance(module, FSDPModule) else ():
+                name = names.get(id(managed.sharded_param), "?")
+                unsharded = getattr(managed, "_unsharded_param", None)
+                for gradient in (managed.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    if gradient is not None:
+                        yield name, gradient

@@ -148,7 +148,9 @@ class Recorder(Observer):
         self._notify("batch", micro_batches, step=step)
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
-        """Pass the action to the log of the pipeline alone: no other instrument may keep activations alive."""
+        """Pass the action to the log of the pipeline and the taps: no other instrument may keep activations alive."""
+        if self.taps is not None:
+            self.taps.stage_action(action, stage=stage, micro_batch=micro_batch, step=step)
         self._pipeline.stage_action(action, stage=stage, micro_batch=micro_batch, step=step)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
@@ -162,7 +164,7 @@ class Recorder(Observer):
     def keep_state(self, trainer: Trainer, *, step: int) -> None:
         """Keep the optimizer's state after a step, under the keys `afterN/KIND/NAME`."""
         with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
-            self._capture.optimizer_state(f"after{step}", trainer.model, trainer.optimizer)
+            self._capture.after_step(sharded_parameters(trainer.model), trainer.optimizer, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
         """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""

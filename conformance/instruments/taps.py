@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from conformance.instruments.collectives import NAMESPACES, collective_kind
 from conformance.instruments.dispatch_tap import Handler, OutcomeHandler
+from conformance.instruments.issuers import issuing_group, issuing_module
 from conformance.instruments.tensor_file import write_tensors
 from conformance.project import PROJECT
-from reference_trainer.observer import Observer, Phase
+from reference_trainer.observer import Observer, Phase, StageAction
 
 Kind = Literal[
     "input",
@@ -118,6 +119,7 @@ class TapFile(msgspec.Struct, frozen=True, kw_only=True):
     taps: list[Tap]
     lines: list[Line]
     issued: list[int]
+    issuers: list[str]
     scalars: dict[str, list[int]]
     numbers: dict[str, list[Number]]
     own_lines: dict[str, list[int]]
@@ -146,6 +148,8 @@ class Taps(Observer):
         self.lines: list[Line] = []
         self.issued: list[int] = []
         """Index of the line that issued each collective, in the order of the log of collectives."""
+        self.issuers: list[str] = []
+        """Modules of the group of FSDP for which each collective was issued, else the module in forward, or nothing."""
         self.scalars: dict[str, list[int]] = {}
         """Lines of the trainer that computed single numbers, clipped or updated, by `STEP PHASE`."""
         self.numbers: dict[str, list[Number]] = {}
@@ -159,9 +163,14 @@ class Taps(Observer):
         self.step, self._phase = -1, "forward"
         self._named, self._is_opaque, self._quietly = named, is_opaque or is_compiled, quietly
         self._count_collectives = count_collectives
-        self._calls: Counter[tuple[int, str, bool]] = Counter()
+        self._micro_batch = -1
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._first_calls: dict[tuple[int, str, int], int] = {}
+        """Number of a module's first call in each micro-batch of a step."""
+        self._repeated: Counter[tuple[int, str, int]] = Counter()
         self._gradients: Counter[tuple[int, str]] = Counter()
         self._index: dict[Line, int] = {}
+        self._paths: dict[int, str] = {}
         self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
@@ -172,9 +181,15 @@ class Taps(Observer):
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Take the phase that begins: modules are tapped in `forward` and `backward`."""
+        if name == "forward":
+            self._micro_batch = self._micro_batch + 1 if self.step == step and self._phase != "data" else 0
         self._phase, self.step = name, step
         self._inside.clear()
         self._computed = -1
+
+    def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
+        """Take the micro-batch of a pipeline's stage."""
+        self._micro_batch = micro_batch
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -202,6 +217,7 @@ class Taps(Observer):
                 opaque.append(path)
             tapped[self._named(path)] = path, module
         for name, (path, module) in tapped.items():
+            self._paths[id(module)] = name
             self.modules.setdefault(name, type(module).__name__)
             parameters = module.named_parameters if path in opaque else partial(module.named_parameters, recurse=False)
             self._handles += [
@@ -240,6 +256,7 @@ class Taps(Observer):
             taps=self.taps,
             lines=self.lines,
             issued=self.issued,
+            issuers=self.issuers,
             scalars=self.scalars,
             numbers=self.numbers,
             own_lines=self.own_lines,
@@ -254,6 +271,9 @@ class Taps(Observer):
 
     def _issue(self, _arguments: Sequence[Any]) -> None:
         self.issued.append(self._line(_innermost))
+        frame = sys._getframe(1)
+        module = issuing_module(frame)
+        self.issuers.append(issuing_group(frame) or self._paths.get(id(module), ""))
 
     def _execute(self, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
         number = _number(result)
@@ -281,11 +301,22 @@ class Taps(Observer):
                 self.other_calls.append(OtherCall(self.step, self._phase, self._count_collectives(), called))
             return
         is_recomputed = self._phase == "backward"
-        key = self.step, name, is_recomputed
-        self._current[name] = self._calls[key], is_recomputed, self._line(owner)
-        self._calls[key] += 1
+        call = self._repeated_call(name) if is_recomputed else self._next_call(name)
+        self._current[name] = call, is_recomputed, self._line(owner)
         for item, value in [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]:
             self._tap_with_gradient(name, "input", item, value)
+
+    def _next_call(self, name: str) -> int:
+        call = self._calls[self.step, name]
+        self._calls[self.step, name] += 1
+        self._first_calls.setdefault((self.step, name, self._micro_batch), call)
+        return call
+
+    def _repeated_call(self, name: str) -> int:
+        """Return the number of the call that backward repeats, in which it may leave out the last ones of a block."""
+        key = self.step, name, self._micro_batch
+        self._repeated[key] += 1
+        return self._first_calls.get(key, 0) + self._repeated[key] - 1
 
     def _below(self, path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the modules below one that FSDP2 shards whose parameters it gathers, with their names.

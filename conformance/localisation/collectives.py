@@ -1,4 +1,4 @@
-"""Collectives of a step whose result is not what their inputs on all ranks imply."""
+"""Collectives of a step whose result differs from that of their inputs on all ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -81,11 +81,11 @@ def _place_in_group(log: Sequence[Collective], number: int) -> int:
 
 def _inputs(collective: Collective, place: int, trace: Trace, log: Sequence[Collective]) -> Iterator[Tensor]:
     """Yield the input of a rank to the collective that is the n-th of its group, if that rank has issued the same."""
-    of_group = [number for number, each in enumerate(log) if each.group == collective.group]
-    if place >= len(of_group) or log[of_group[place]].kind != collective.kind:
+    in_group = [number for number, each in enumerate(log) if each.group == collective.group]
+    if place >= len(in_group) or log[in_group[place]].kind != collective.kind:
         return
     for tap, tensor in zip(trace.taps, trace.tensors, strict=True):
-        if tap.kind == "collective input" and tap.call == of_group[place]:
+        if tap.kind == "collective input" and tap.call == in_group[place]:
             yield tensor
 
 

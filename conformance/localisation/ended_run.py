@@ -18,7 +18,7 @@ from conformance.report.location import Location
 
 
 def place_of_end(directory: Path, mesh: Mesh, failure: Failure) -> Location | None:
-    """Return the first tensor that backward has computed otherwise again, or the last one before the exception.
+    """Return the first tensor that differs where backward repeats a forward pass, or the last one before the exception.
 
     None if the ranks have left no taps: they were killed, or raised before the first forward pass.
     """

@@ -12,9 +12,10 @@ _ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def deviation(measured: Tensor, expected: Tensor) -> float:
-    """Return the distance of two tensors in the Frobenius norm, relative to `expected`; infinite for NaN or shapes.
+    """Return the distance of two tensors in the Frobenius norm, relative to `expected`.
 
-    Tensors have any shape and dtype; of integers and bools the distance is 0 or infinite.
+    Infinite for other shapes, and where other elements are not finite. Tensors have any shape and dtype; of integers
+    and bools the distance is 0 or infinite.
     """
     if measured.shape != expected.shape:
         return math.inf
@@ -23,8 +24,9 @@ def deviation(measured: Tensor, expected: Tensor) -> float:
     if torch.equal(measured.double(), expected.double()):
         return 0.0
     a, b = measured.double(), expected.double()
-    if not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
+    if not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf
+    a, b = (tensor.where(tensor.isfinite(), 0.0) for tensor in (a, b))  # an overflow that is expected
     scale = float(b.norm())
     return float((a - b).norm()) / scale if scale else math.inf
 
@@ -91,6 +93,8 @@ def weights_of_terms(measured: Tensor, terms: Sequence[Tensor]) -> list[float] |
     With two equal terms or more than elements no weights are told.
     """
     matrix = torch.stack([term.double().flatten() for term in terms], dim=1)
+    if not all(bool(tensor.isfinite().all()) for tensor in (matrix, measured)):
+        return None
     if matrix.shape[0] <= matrix.shape[1] or int(torch.linalg.matrix_rank(matrix)) < matrix.shape[1]:
         return None
     target = measured.double().flatten()

@@ -82,13 +82,13 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
     """Return a step of a run of the reference trainer as one process computes it."""
     (facts,) = (facts for facts in record.ranks[0].steps if facts.step == step)
     config = _without_tensor_parallelism(record.cell.config)
-    parts: dict[int, list[MicroBatch]] = {}
+    micro_batches: dict[int, list[MicroBatch]] = {}
 
     @contextmanager
     def observe(model: nn.Module, rank: int, micro_batch: int, place: int) -> Iterator[None]:
         taps = Taps()
         taps.phase("forward", step=step)
-        parts.setdefault(rank, []).append(MicroBatch(taps, micro_batch, place))
+        micro_batches.setdefault(rank, []).append(MicroBatch(taps, micro_batch, place))
         with taps.attached(model):
             yield
 
@@ -103,17 +103,18 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
     )
     own = record.cell.config
     reduced = tolerance.emulated_gradients(own, emulated, loss_scale=facts.loss_scale)
-    within = _of_one_micro_batch(own)
+    within = _within_one_micro_batch(own)
     if within.value > 0.0:
         reduced = {name: bound("max(w, r)", w=within, r=each) for name, each in reduced.items()}
     return ExpectedStep(
-        traces=[joined(parts[rank]) for rank in sorted(parts)],
+        traces=[joined(micro_batches[rank]) for rank in sorted(micro_batches)],
         within=within,
-        gradients=emulated.gradients,
+        # A step that is skipped because of an overflow has no gradients that a sum in another order would have, too.
+        gradients={} if facts.skipped else emulated.gradients,
         gradients_within=reduced,
         loss=emulated.loss,
         loss_within=max(within.value, tolerance.fp32_loss(own).value),
-        weight=1.0 / (len(parts) * facts.loss_scale),
+        weight=1.0 / (len(micro_batches) * facts.loss_scale),
     )
 
 
@@ -121,7 +122,7 @@ def _without_tensor_parallelism(config: TrainerConfig) -> TrainerConfig:
     return replace(config, mesh=replace(config.mesh, tp=1), loss_parallel=False)
 
 
-def _of_one_micro_batch(config: TrainerConfig) -> Bound:
+def _within_one_micro_batch(config: TrainerConfig) -> Bound:
     """Return the relative deviation of a tensor of a micro-batch, from the emulation without tensor parallelism.
 
     Without tensor parallelism the kernels and their operands are the same, so that no bit may differ. Otherwise run and

@@ -20,7 +20,7 @@ def is_partial(tap: Tap) -> bool:
     return tap.placements is not None and PARTIAL in tap.placements.values()
 
 
-def part_of(full: Tensor, group: Sequence[Held], index: int) -> Tensor | None:
+def expected_shard(full: Tensor, group: Sequence[Held], index: int) -> Tensor | None:
     """Return the part of a full tensor that member `index` of a group should hold; None if no layout fits its shape.
 
     A DTensor is cut by its placements, as `torch.chunk` cuts. A plain tensor is cut along the only dimension in which

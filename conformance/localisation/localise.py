@@ -11,11 +11,17 @@ from msgspec.structs import replace
 from conformance.judge.measurements import Measurement
 from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.judge.support import Machine
+from conformance.localisation.computations import first_wrong_action, first_wrong_recomputation
+from conformance.localisation.dtypes import first_wrong_dtype
 from conformance.localisation.ended_run import place_of_end
+from conformance.localisation.families import Search, where_of
+from conformance.localisation.findings import changed_by_delays, own_finding, race
+from conformance.localisation.memory import first_held
 from conformance.localisation.reference_run import ReferenceRun
 from conformance.localisation.repeated_run import first_difference
+from conformance.localisation.schedule import first_wrong_collective
 from conformance.localisation.subject_run import SubjectRun
-from conformance.outcomes import CellFailed
+from conformance.outcomes import CellFailed, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.plan.mesh import Mesh
@@ -27,28 +33,92 @@ from conformance.subjects.running import SubjectRuns
 
 
 def explained(
-    case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement]
+    case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement], reason: str = ""
 ) -> Location | None:
-    """Return the first wrong place of the cells on which a case rests, from one further run of each with taps.
+    """Return the first wrong place of the cells on which a case rests, by the searches of its law, see `families`.
 
-    None if all places are right. `measured` are the metrics of the failed case. Raises CellFailed if a run does not
-    finish.
+    None if all places are right. `measured` are the metrics of the failed case, `reason` is its reason. Raises
+    CellFailed if a run does not finish.
     """
     start_s = time.monotonic()
-    location = _located_in_subject(case, store) if case.trainer is not None else _located_in_reference(case, store)
+    asserted = asserted_laws()[case.law]
+    if case.trainer is None:
+        runs = CaseRuns(store, asserted.law.substrates)
+        location = next(_found(asserted, runs, case.cell, machine, measured, reason), None)
+    else:
+        location = _found_for_trainer(case, store, measured, reason)
     if location is None:
         return None
-    return replace(location, case=case.id, seconds=round(time.monotonic() - start_s, 3))
+    cell = location.cell or case.cell.id
+    return replace(location, case=case.id, cell=cell, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _located_in_subject(case: Case, store: RecordStore) -> Location | None:
+def _found(
+    asserted: AssertedLaw,
+    runs: CaseRuns,
+    cell: Cell,
+    machine: Machine,
+    measured: Mapping[str, Measurement],
+    reason: str,
+) -> Iterator[Location]:
+    """Yield the places that the searches of a law find, in their order.
+
+    A world that is larger than this machine's is not run, but only simulated as the law did.
+    """
+    is_too_large = cell.world_size > machine.max_world_size
+    for search in where_of(asserted.law.id).searches:
+        if is_too_large and search in ("tensors", "order", "dtypes"):
+            continue
+        with contextlib.suppress(Unsupported):
+            yield from filter(None, _searched(search, asserted, runs, cell, measured, reason))
+
+
+def _searched(
+    search: Search,
+    asserted: AssertedLaw,
+    runs: CaseRuns,
+    cell: Cell,
+    measured: Mapping[str, Measurement],
+    reason: str,
+) -> Iterator[Location | None]:
+    match search:
+        case "tensors":
+            yield from _first_wrong(asserted, runs, cell)
+        case "order":
+            yield from _out_of_order(runs, cell, measured)
+        case "memory":
+            yield first_held(asserted.law.id, cell, runs)
+        case "dtypes":
+            run = ReferenceRun(runs, cell)
+            yield first_wrong_dtype(cell, run.record, run.ranks)
+        case "race":
+            yield race(cell, runs)
+        case "delays":
+            yield changed_by_delays(cell, runs)
+        case "finding":
+            yield own_finding(cell, measured, reason)
+
+
+def _out_of_order(runs: CaseRuns, cell: Cell, measured: Mapping[str, Measurement]) -> Iterator[Location | None]:
+    """Yield the first action, collective and recomputed forward pass that is out of place, of a run of FSDP2."""
+    if cell.implementation != "fsdp2":
+        return
+    run = ReferenceRun(runs, cell)
+    try:
+        _ = run.record
+    except CellFailed:
+        return  # the search for tensors tells where a run ended
+    yield first_wrong_action(cell, run.record, run.ranks)
+    yield first_wrong_collective(cell, run.record, run.ranks, run.traces)
+    yield first_wrong_recomputation(cell, run.traces, run.ranks, measured)
+
+
+def _found_for_trainer(
+    case: Case, store: RecordStore, measured: Mapping[str, Measurement], reason: str
+) -> Location | None:
+    """Return the first wrong place of a run of another trainer, or else the law's own finding."""
     location = SubjectRun(SubjectRuns(store), case.cell).first_wrong()
-    return location and replace(location, cell=case.cell.id)
-
-
-def _located_in_reference(case: Case, store: RecordStore) -> Location | None:
-    asserted = asserted_laws()[case.law]
-    return next(_first_wrong(asserted, CaseRuns(store, asserted.law.substrates), case.cell), None)
+    return location or own_finding(case.cell, measured, reason)
 
 
 def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:

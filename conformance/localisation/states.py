@@ -114,7 +114,7 @@ def equals(wrong: WrongShard, *, sizes: Mapping[str, float], others: Mapping[str
 
 
 def elements(record: CapturedShards, wrong: WrongState) -> str:
-    """Return a clause about the wrong elements of the full tensor, whatever ranks hold them."""
+    """Return a clause about the wrong elements of the full tensor, on all ranks."""
     first = wrong.first
     full = record.parameters.get(first.name)
     layouts = [record.shards[shard.rank].get(f"layout/{first.name}") for shard in wrong.shards]

@@ -1,4 +1,4 @@
-"""Run with taps, of any trainer: its stages in the order of execution, each compared with what its own inputs imply.
+"""Run with taps, of any trainer: the stages in their order, each compared with the result that its inputs imply.
 
 A subclass knows the trainer's oracles. Gradients are clipped, and parameters updated, from the tensors that the run
 itself had before, so that a fault of an earlier place does not count again.

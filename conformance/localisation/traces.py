@@ -26,6 +26,7 @@ class Trace:
     tensors: Sequence[Tensor]
     lines: Sequence[Line] = ()
     issued: Sequence[int] = ()
+    issuers: Sequence[str] = ()
     scalars: Mapping[str, Sequence[int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[Number]] = field(default_factory=dict)
@@ -68,6 +69,7 @@ def read_trace(directory: Path, *, rank: int) -> Trace:
         [tensors[str(index)] for index in range(len(content.taps))],
         content.lines,
         content.issued,
+        content.issuers,
         content.scalars,
         content.modules,
         content.numbers,
@@ -84,20 +86,20 @@ class MicroBatch(NamedTuple):
     place: int
 
 
-def joined(parts: Sequence[MicroBatch]) -> Trace:
+def joined(micro_batches: Sequence[MicroBatch]) -> Trace:
     """Return the trace of several micro-batches of one process, with the calls counted as of one run."""
     taps: list[Tap] = []
-    for part in parts:
+    for each in micro_batches:
         calls: Counter[str] = Counter()
-        for tap in part.taps.taps:
+        for tap in each.taps.taps:
             calls[tap.module] = max(calls[tap.module], tap.call + 1)
-        for tap in part.taps.taps:
+        for tap in each.taps.taps:
             is_gradient = tap.kind == "parameter gradient"
-            call = part.place if is_gradient else part.number * calls[tap.module] + tap.call
-            taps.append(msgspec.structs.replace(tap, call=call, value=tap.value + part.place * _PARTS_APART))
-    tensors = [tensor for part in parts for tensor in part.taps.tensors]
-    return Trace(taps, tensors, modules=parts[0].taps.modules)
+            call = each.place if is_gradient else each.number * calls[tap.module] + tap.call
+            taps.append(msgspec.structs.replace(tap, call=call, value=tap.value + each.place * _NUMBERS_APART))
+    tensors = [tensor for each in micro_batches for tensor in each.taps.tensors]
+    return Trace(taps, tensors, modules=micro_batches[0].taps.modules)
 
 
-_PARTS_APART = 10**9
-"""Distance of the numbers of tensors of two parts, more than there are taps in any part."""
+_NUMBERS_APART = 10**9
+"""Distance of the numbers of tensors of two micro_batches, more than there are taps in any each."""

@@ -10,12 +10,10 @@ from torch import Tensor
 from conformance.instruments.taps import Tap
 from conformance.localisation.equality import deviation
 from conformance.localisation.expected import ExpectedTraces
-from conformance.localisation.layouts import Held, is_partial, part_of
+from conformance.localisation.layouts import Held, expected_shard, is_partial
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
 from conformance.report.location import Mark
-
-_UNORDERED = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +46,7 @@ class ComparedStep:
     @cached_property
     def compared(self) -> list[Compared]:
         """Tapped tensors whose places the oracle has, by rank, in the order of execution."""
-        return [each for rank in self.ranks.all for each in self._of_rank(rank)]
+        return [each for rank in self.ranks.all for each in self._compared_on(rank)]
 
     @property
     def wrong(self) -> list[Compared]:
@@ -106,7 +104,7 @@ class ComparedStep:
         """Return the trace of the oracle for the data of a rank."""
         return self.expected.traces[self.ranks.data_ranks[rank]]
 
-    def _of_rank(self, rank: int) -> Iterator[Compared]:
+    def _compared_on(self, rank: int) -> Iterator[Compared]:
         oracle, trace = self.oracle(rank), self.traces[rank]
         position = 0.0
         for index, (tap, tensor) in enumerate(zip(trace.taps, trace.tensors, strict=True)):
@@ -128,9 +126,11 @@ class ComparedStep:
         if is_partial(tap) and len(group) == len(peers):
             measured = _sum(group)
         member = peers.index(rank) if len(group) == len(peers) else 0
-        part = part_of(full, [Held(tap, measured)] if is_partial(tap) else group, 0 if is_partial(tap) else member)
+        own = expected_shard(
+            full, [Held(tap, measured)] if is_partial(tap) else group, 0 if is_partial(tap) else member
+        )
         unknown = math.inf if self.expected.is_layout_known else math.nan
-        distance = unknown if part is None else deviation(measured, part)
+        distance = unknown if own is None else deviation(measured, own)
         data_rank = self.ranks.data_ranks[rank]
         dtypes = self.expected.dtypes_at(data_rank, tap, expected_tap.dtype)
         is_other = tensor.is_floating_point() and bool(dtypes) and tap.dtype not in dtypes
@@ -140,7 +140,7 @@ class ComparedStep:
             position=position,
             tap=tap,
             measured=measured,
-            expected=part,
+            expected=own,
             deviation=distance,
             is_wrong=distance > self.expected.within_at(data_rank, tap),
             is_of_other_dtype=is_other,

@@ -21,7 +21,7 @@ On the CPU I is filled with further copies (`_copies_to_fill`), and one paramete
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -120,6 +120,10 @@ class Usage(msgspec.Struct):
     end_bytes: int = 0
     kinds_at_peak: dict[str, int] = {}
     """Bytes at the peak by kind: `KINDS`, `activations` and `temporaries`. Empty if the memory was measured."""
+    most_by_buffer: dict[str, int] = {}
+    """Most bytes at any time by buffer (`A`, `U`, ...), of all groups. Empty if the memory was measured."""
+    end_by_buffer: dict[str, int] = {}
+    """Bytes at the end by buffer, of all groups."""
 
 
 class _Parameter(msgspec.Struct, frozen=True):
@@ -185,6 +189,9 @@ class Walk:
     def _note(self, extra: int = 0) -> None:
         usage = self.phases.setdefault(self._phase, Usage())
         usage.end_bytes = sum(self._held.values()) + self._model_bytes
+        usage.end_by_buffer = _sums((name.split()[0], nbytes) for name, nbytes in self._held.items())
+        for buffer, nbytes in usage.end_by_buffer.items():
+            usage.most_by_buffer[buffer] = max(nbytes, usage.most_by_buffer.get(buffer, 0))
         if usage.end_bytes + extra > usage.peak_bytes:
             usage.peak_bytes = usage.end_bytes + extra
             activations = self._model_bytes + self._held.get("tokens", 0)
@@ -447,3 +454,10 @@ class Walk:
     def _padded(self, group: str) -> int:
         """Elements of a group's unsharded parameters, with padding."""
         return self._shard[group] * self._dims.dp_shard
+
+
+def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, nbytes in items:
+        sums[name] = sums.get(name, 0) + nbytes
+    return sums

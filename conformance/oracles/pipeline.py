@@ -366,3 +366,9 @@ def fsdp_events(
         if kind == "reduce" and dims.dp_replicate > 1:
             events.append(Event(phase, "all_reduce", "dp_replicate", numel, policy.reduce))
     return events
+
+
+def fsdp_groups(config: TrainerConfig, dims: ParallelDims, actions: Sequence[Action]) -> list[str]:
+    """Return the group of each collective of `fsdp_events`, in the same order."""
+    collectives = {"gather": dims.dp_shard > 1, "reduce": (dims.dp_shard > 1) + (dims.dp_replicate > 1)}
+    return [step.group for step in group_steps(actions, config) for _ in range(collectives[step.kind])]

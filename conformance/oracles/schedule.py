@@ -193,6 +193,14 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     return schedule.events
 
 
+def fsdp_groups(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[str]:
+    """Return the group of each collective of `fsdp_events`, in the same order."""
+    schedule = _Schedule(config, dims, numels)
+    for micro_batch in range(config.accumulation):
+        schedule.run(micro_batch)
+    return schedule.names
+
+
 def _is_recomputed(group: str, config: TrainerConfig) -> bool:
     """Return whether backward recomputes all of a group's module; with `selective` no group has inner ones."""
     return config.activation_checkpointing == "full" and group.startswith("layers.")
@@ -207,6 +215,8 @@ class _Schedule:
 
     def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
         self.events: list[Event] = []
+        self.names: list[str] = []
+        """Group of each event."""
         self._config, self._dims, self._numels = config, dims, numels
         self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
@@ -288,3 +298,4 @@ class _Schedule:
         if smaller:
             over, numel = f"{over}/{smaller}", numel * ranks // smaller
         self.events.append(Event(phase, kind, over, numel, dtype, during=self._during))
+        self.names.append(group)

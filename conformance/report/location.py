@@ -4,8 +4,9 @@ from typing import Literal
 
 import msgspec
 
-Family = Literal["tensor", "dtype", "memory", "schedule", "state"]
-"""Kind of a first wrong place: a tensor's numbers, a tensor's dtype, memory, an order of collectives, or a state."""
+Family = Literal["tensor", "dtype", "memory", "schedule", "state", "race", "trial"]
+"""Kind of a first wrong place: a tensor's numbers or dtype, memory, an order of collectives, a state, a race of
+streams, or a trial, which is a call of a sweep or another of a law's own metrics."""
 Stage = Literal[
     "initial values",
     "resumed state",
@@ -19,6 +20,7 @@ Stage = Literal[
     "optimizer",
     "memory",
     "schedule",
+    "trial",
 ]
 """Stage of a run, in the order of execution. `parameters` are those that a module computes with, as gathered."""
 Mark = Literal["right", "wrong", "follows", "unseen"]

@@ -46,6 +46,7 @@ def test_numbers_of_other_kinds_are_equal_or_not() -> None:
     assert deviation(tokens, tokens + 1) == math.inf
     assert equals_clause(tokens + 1, tokens, sizes={}, others={"the next": tokens + 1}) == "is the next"
     assert deviation(torch.tensor([math.nan]), torch.ones(1)) == math.inf
+    assert deviation(torch.tensor([math.inf, 1.0]), torch.tensor([math.nan, 1.0])) == 0.0
 
 
 def test_a_ratio_has_the_names_of_all_sizes_that_it_equals() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conformance.instruments.taps import PARTIAL, REPLICATED, Tap
-from conformance.localisation.layouts import Held, is_partial, part_of
+from conformance.localisation.layouts import Held, expected_shard, is_partial
 from conformance.localisation.ranks import Ranks
 
 RANKS = Ranks(
@@ -33,18 +33,18 @@ def tap_of(tensor: torch.Tensor, placements: dict[str, str | int] | None = None)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_plain_tensor_is_cut_where_the_sizes_add_up(sizes: tuple[int, int], dim: int) -> None:
     full = torch.arange(20.0).view(4, 5).movedim(0, dim)
-    parts = torch.split(full, list(sizes), dim)
-    group = [Held(tap_of(part), part) for part in parts]
-    for index, part in enumerate(parts):
-        found = part_of(full, group, index)
+    shards = torch.split(full, list(sizes), dim)
+    group = [Held(tap_of(shard), shard) for shard in shards]
+    for index, shard in enumerate(shards):
+        found = expected_shard(full, group, index)
         assert found is not None
-        assert torch.equal(found, part)
+        assert torch.equal(found, shard)
 
 
 def test_a_tensor_of_the_full_shape_is_a_copy_or_a_term() -> None:
     full = torch.ones(4)
     group = [Held(tap_of(full, {"tp": PARTIAL}), full)] * 2
-    assert part_of(full, group, 1) is full
+    assert expected_shard(full, group, 1) is full
     assert is_partial(group[0].tap)
     assert not is_partial(tap_of(full, {"tp": REPLICATED}))
     assert not is_partial(tap_of(full))
@@ -52,7 +52,7 @@ def test_a_tensor_of_the_full_shape_is_a_copy_or_a_term() -> None:
 
 def test_a_shape_that_no_layout_fits_is_told() -> None:
     shard = torch.ones(3)
-    assert part_of(torch.ones(4), [Held(tap_of(shard), shard)] * 2, 0) is None
+    assert expected_shard(torch.ones(4), [Held(tap_of(shard), shard)] * 2, 0) is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_a_correct_run_has_no_wrong_place(store: RecordStore, cell: str) -> None
                 "backward: layers.1.feed_forward, gradient of its input on all ranks, step 0, micro-batch 0",
                 "is a partial sum: those of the 2 tensor-parallel ranks add up",
                 "the collective that should be between: all_reduce over tp, not issued",
-                "called at conformance/defects/api_faults.py:",  # the line of the fault itself
+                "called at conformance/defects/api_faults.py:",  # whose function computes in place of the module
             ],
         ),
         (

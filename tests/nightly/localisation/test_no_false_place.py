@@ -1,0 +1,18 @@
+"""Correct runs have no wrong place, on every cell of a pull request's profile."""
+
+import pytest
+
+from conformance.localisation.reference_run import ReferenceRun
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import load_matrix
+from conformance.project import data_file
+from conformance.run.case_runs import CaseRuns
+from conformance.run.store import RecordStore
+
+CELLS = sorted(load_matrix(data_file("matrix.yaml")).profile_cells("pr"), key=lambda cell: cell.id)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_a_correct_run_has_no_wrong_place(store: RecordStore, cell: Cell) -> None:
+    location = ReferenceRun(CaseRuns(store), cell).first_wrong()
+    assert location is None, location.sentence
