@@ -318,8 +318,8 @@ def first_misfit(
 def _edit(issued: Sequence[Key], expected: Sequence[Key], surplus: int) -> Edit:
     """Return the edit after which most collectives agree.
 
-    With a `surplus` of issued collectives the first one is superfluous or differs in dtype, size or time, with a deficit
-    the first expected one is missing or was issued in another dtype, size or time.
+    With a `surplus` of issued collectives the first one is superfluous, or differs in dtype, size or time; with a
+    deficit the first expected one is missing, or was issued in another dtype, size or time.
     """
     if not issued or not expected:
         return "superfluous" if issued else "missing"
