@@ -318,11 +318,13 @@ def first_misfit(
 def _edit(issued: Sequence[Key], expected: Sequence[Key], surplus: int) -> Edit:
     """Return the edit after which most collectives agree.
 
-    With a `surplus` of issued collectives the first one is superfluous or another of the same kind, with a deficit the
-    first expected one is missing or was issued as another of its kind.
+    With a `surplus` of issued collectives the first one is superfluous, or differs in dtype, size or time; with a
+    deficit the first expected one is missing, or was issued in another dtype, size or time.
     """
     if not issued or not expected:
         return "superfluous" if issued else "missing"
+    if all(issued[0].what != key.what for key in expected):
+        return "superfluous"  # such as the gather of a group that should be several
     is_same = issued[0].what == expected[0].what
     found: list[tuple[int, int, Edit]] = []
     if surplus == 0 or is_same:
