@@ -134,14 +134,12 @@ def _cases(fault: Fault, judge: CaseJudge) -> Iterator[tuple[CaseJudge, Case]]:
 
 
 def _explained(case: Case, judge: CaseJudge, fault: Fault, judged: Judged, deadline_s: float) -> Location | None:
-    if judged.verdict == Verdict.TIMEOUT:
-        return None
     store = judge.store(defect=fault.name, deadline_s=deadline_s)
     machine = Machine(
         hardware=store.hardware, torch_version=store.torch_version, max_world_size=store.pools.max_world_size
     )
     try:
-        return explained(case, store, machine=machine, measured=judged.measured)
+        return explained(case, store, machine=machine, measured=judged.measured, reason=judged.reason)
     except CellFailed:
         return None
 
@@ -149,8 +147,8 @@ def _explained(case: Case, judge: CaseJudge, fault: Fault, judged: Judged, deadl
 def _is_right(place: Place, location: Location | None, reason: str) -> bool:
     if place.where:
         told = location.sentence if location else ""
-        text = told if place.where in ("memory", "schedule") and told else f"{told} {reason}"
-        return re.search(place.text, text) is not None
+        texts = [told] if place.where in ("memory", "schedule") and told else [told, reason]
+        return any(re.search(place.text, text) for text in texts)
     return (
         location is not None
         and location.stage in place.stages

@@ -123,7 +123,7 @@ def explained_case(case: Case, store: RecordStore, explained: Explained) -> Case
     judged = _judged(case, store, machine)
     location, failure = None, ""
     try:
-        location = explained(case, store, machine=machine, measured=judged.measured)
+        location = explained(case, store, machine=machine, measured=judged.measured, reason=judged.reason)
     except CellFailed as failed:
         failure = failed.failure.reason
     return CaseExplained(

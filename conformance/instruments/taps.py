@@ -526,7 +526,7 @@ def owner(frame: FrameType) -> FrameType:
     in_suite = None
     while frame.f_back is not None:
         file = frame.f_code.co_filename
-        if not _is_foreign(file):
+        if not is_foreign(file):
             if not file.startswith(_SUITE):
                 return frame
             in_suite = in_suite or frame
@@ -559,7 +559,8 @@ def _issues(file: str) -> bool:
     return file.startswith((_INSTRUMENTS, "<")) or file.endswith(issuers)
 
 
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
+    """Return whether a file is of torch, of the standard library, or an instrument."""
     in_library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return in_library or file.startswith((_TORCH, _INSTRUMENTS, "<"))
 

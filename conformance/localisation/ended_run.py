@@ -1,6 +1,5 @@
 """Place at which a run with taps has ended with an exception, told from the taps that its ranks have left."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from msgspec.structs import replace
 
 from conformance.bound import EXACT
 from conformance.localisation.expected import ExpectedTraces
-from conformance.localisation.ranks import Ranks
+from conformance.localisation.ranks import ranks_of_mesh
 from conformance.localisation.tensors import first_wrong_tensor
 from conformance.localisation.traces import Trace, read_trace
 from conformance.localisation.walk import ComparedStep
@@ -25,7 +24,7 @@ def place_of_end(directory: Path, mesh: Mesh, failure: Failure) -> Location | No
     traces = list(_traces(directory, mesh))
     if len(traces) != mesh.world_size or not traces[failure.first_rank].taps:
         return None
-    ranks = _ranks(mesh)
+    ranks = ranks_of_mesh(mesh)
     reason = failure.reason.partition("\n")[0]
     last = traces[failure.first_rank].taps[-1]
     # A repeated forward pass is compared with the first: each rank is its own oracle.
@@ -56,11 +55,3 @@ def _traces(directory: Path, mesh: Mesh) -> Iterator[Trace]:
     for rank in range(mesh.world_size):
         if (directory / f"taps{rank}.safetensors").exists():
             yield read_trace(directory, rank=rank)
-
-
-def _ranks(mesh: Mesh) -> Ranks:
-    """Return the ranks of a mesh, whose last dimension is that of neighbours."""
-    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
-    shape = {name: size for name, size in sizes.items() if size > 1}
-    coordinates = [dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))]
-    return Ranks(coordinates, [*range(mesh.world_size)])

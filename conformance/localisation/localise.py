@@ -16,7 +16,9 @@ from conformance.localisation.dtypes import first_wrong_dtype
 from conformance.localisation.ended_run import place_of_end
 from conformance.localisation.families import Search, where_of
 from conformance.localisation.findings import changed_by_delays, own_finding, race
+from conformance.localisation.hanging import place_of_hang
 from conformance.localisation.memory import first_held
+from conformance.localisation.ranks import ranks_of_mesh
 from conformance.localisation.reference_run import ReferenceRun
 from conformance.localisation.repeated_run import first_difference
 from conformance.localisation.schedule import first_wrong_collective
@@ -65,12 +67,24 @@ def _found(
 
     A world that is larger than this machine's is not run, but only simulated as the law did.
     """
+    hang = _hang(runs, cell)
+    if hang is not None:
+        yield hang
+        return
     is_too_large = cell.world_size > machine.max_world_size
     for search in where_of(asserted.law.id).searches:
         if is_too_large and search in ("tensors", "order", "dtypes"):
             continue
         with contextlib.suppress(Unsupported):
             yield from filter(None, _searched(search, asserted, runs, cell, measured, reason))
+
+
+def _hang(runs: CaseRuns, cell: Cell) -> Location | None:
+    """Return the place of a run that hung, which the store keeps: a run with taps would hang as well."""
+    failure = runs.kept_failure(cell)
+    if failure is None or failure.kind != "timeout":
+        return None
+    return place_of_hang(failure, ranks_of_mesh(Mesh.parse(cell.mesh)))
 
 
 def _searched(

@@ -1,8 +1,10 @@
 """Ranks of a run by their places in the mesh, and the clauses that name some of them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
 
 _DATA = ("dp_replicate", "dp_shard", "dp", "replicate", "shard")
@@ -65,6 +67,14 @@ class Ranks:
 def _numbered(noun: str, numbers: Sequence[int], size: int) -> str:
     plural = "s" if len(numbers) > 1 else ""
     return f"{noun}{plural} {', '.join(map(str, numbers))} of {size}"
+
+
+def ranks_of_mesh(mesh: Mesh) -> Ranks:
+    """Return the ranks of a mesh, whose last dimension is that of neighbours; each counts as one with its own data."""
+    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    shape = {name: size for name, size in sizes.items() if size > 1}
+    coordinates = [dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))]
+    return Ranks(coordinates, [*range(mesh.world_size)])
 
 
 def ranks_of(record: Record) -> Ranks:

@@ -153,7 +153,8 @@ def number_clause(measured: float, expected: float, candidates: Iterator[tuple[s
     for name, value in candidates:
         if math.isclose(measured, value, rel_tol=1e-5):
             return f"is {measured:.6g}, {name}; expected {expected:.6g}"
-    ratio = multiple(torch.tensor([measured]), torch.tensor([expected])) if math.isfinite(measured) else None
+    told = measured and math.isfinite(measured)
+    ratio = multiple(torch.tensor([measured]), torch.tensor([expected])) if told else None
     factor = f", {ratio:.6g} x expected" if ratio is not None else ""
     return f"is {measured:.6g}, expected {expected:.6g}{factor}"
 

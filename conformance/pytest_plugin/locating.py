@@ -4,18 +4,16 @@ Failed cells are run once more, with taps. Nothing of it changes a verdict, erro
 """
 
 import importlib
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from conformance.judge.measurements import Measurement
-from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
+from conformance.localisation.families import where_of
 from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import Case
 from conformance.plan.mesh import AxisError
@@ -26,16 +24,30 @@ from conformance.report.location import Location
 from conformance.report.schema import CaseResult
 from conformance.run.store import RecordStore
 
-Locate = Callable[[Case, float, Mapping[str, Measurement]], Location | None]
-"""Function that returns the first wrong place of a case with these metrics, found within a number of seconds."""
-_LOCATED = (Verdict.FAIL, Verdict.CRASH)
+
+class Symptoms(NamedTuple):
+    """Metrics and reason of a failed case."""
+
+    measured: Mapping[str, Measurement]
+    reason: str
+
+
+Locate = Callable[[Case, float, Symptoms], Location | None]
+"""Function that returns the first wrong place of a case with these symptoms, found within a number of seconds."""
+_LOCATED = (Verdict.FAIL, Verdict.CRASH, Verdict.TIMEOUT)
 
 
 class Explained(Protocol):
     """Function that runs the cell of a case with taps; see `conformance.localisation.localise.explained`."""
 
     def __call__(
-        self, case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement]
+        self,
+        case: Case,
+        store: RecordStore,
+        *,
+        machine: Machine,
+        measured: Mapping[str, Measurement],
+        reason: str,
     ) -> Location | None:
         """Return the first wrong place of a case with these metrics; None if nothing is wrong on its cell."""
 
@@ -55,8 +67,8 @@ class Locator:
         """Take the results of the session, and a time for all searches together, which starts now."""
         self._locate, self._judge = locate, judge
         self._until_s = time.monotonic() + budget_s
-        self._measured: dict[str, Mapping[str, Measurement]] = {case.id: case.measured for case in cases}
-        self._found: dict[tuple[str, str], Location] = {}
+        self._symptoms = {case.id: Symptoms(case.measured, case.reason) for case in cases}
+        self._found: dict[tuple[str, tuple[str, ...]], Location] = {}
 
     def located(self, explanations: Sequence[Explanation], *, trainer: str | None = None) -> Located:
         """Return the first wrong place of each cause that is found in time.
@@ -81,21 +93,21 @@ class Locator:
         return Located(found, first_error)
 
     def _location(self, case: Case) -> Location | None:
-        """Return the first wrong place of a case; laws of a chapter share one that is on the cell itself."""
-        chapter = Path(inspect.getfile(asserted_laws()[case.law].test)).parent.name
-        key = case.cell.id, chapter
+        """Return the first wrong place of a case; laws with the same searches share one that is on the cell itself."""
+        key = case.cell.id, where_of(case.law).searches
         if key in self._found:
             return self._found[key]
-        location = self._locate(case, self._limit_s(), self._metrics(case))
+        location = self._locate(case, self._limit_s(), self._symptoms_of(case))
         if location is not None and location.cell == case.cell.id:
             self._found[key] = location
         return location
 
-    def _metrics(self, case: Case) -> Mapping[str, Measurement]:
-        """Return the metrics of a case, which is judged if the session has not: on a smallest cell from its records."""
-        if case.id not in self._measured:
-            self._measured[case.id] = self._judge(case, self._limit_s()).measured
-        return self._measured[case.id]
+    def _symptoms_of(self, case: Case) -> Symptoms:
+        """Return the symptoms of a case, judged now if the session has not: on a smallest cell from its records."""
+        if case.id not in self._symptoms:
+            judged = self._judge(case, self._limit_s())
+            self._symptoms[case.id] = Symptoms(judged.measured, judged.reason)
+        return self._symptoms[case.id]
 
     def _limit_s(self) -> float:
         return max(1.0, self._left_s())
@@ -114,8 +126,8 @@ def locations(setup: SessionSetup, cases: Sequence[CaseResult], explanations: Se
     setup.store.pools.prepare()  # ranks load torch while this process imports the laws
     explained, machine = localiser(), setup.machine
 
-    def locate(case: Case, limit_s: float, measured: Mapping[str, Measurement]) -> Location | None:
-        return explained(case, setup.store.within(limit_s), machine=machine, measured=measured)
+    def locate(case: Case, limit_s: float, symptoms: Symptoms) -> Location | None:
+        return explained(case, setup.store.within(limit_s), machine=machine, **symptoms._asdict())
 
     locator = Locator(cases, locate, session_judge(setup), budget_s=setup.explain_s)
     return locator.located(explanations, trainer=setup.trainer)

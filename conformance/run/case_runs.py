@@ -18,7 +18,7 @@ from conformance.run.devices.hardware import device_type
 from conformance.run.experiment import SAVING, TAPPED, TRAINING, Experiment, Needs, Result, job_of, sampled_ranks
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
-from conformance.run.record import Header, Record, RecordFile, write_results
+from conformance.run.record import Header, Record, RecordFile, read_record, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import kind_of_processes, require_features
 
@@ -52,6 +52,11 @@ class CaseRuns:
     def tapped_directory(self, cell: Cell) -> Path:
         """Return the directory in which ranks with taps leave these, also when the run of a cell fails."""
         return self.store.directory_of(self._header(cell, self._substrate(cell), experiment=TAPPED))
+
+    def kept_failure(self, cell: Cell) -> Failure | None:
+        """Return the failure of a cell's run in this session; None if there was no run, or if it finished."""
+        record = read_record(self.store.directory_of(self._header(cell, self._substrate(cell))))
+        return record.failure if record else None
 
     def measure(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:
         """Return the results of an experiment, by rank of a cell's world or from a single process.

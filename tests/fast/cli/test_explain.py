@@ -76,19 +76,19 @@ def test_a_mistake_is_one_line_and_exit_status_4(capsys: pytest.CaptureFixture[s
 def answer(verdict: Verdict, found: Location | CellFailed | None, directory: Path) -> CaseExplained:
     """Return the answer for a case with this verdict, whose run with taps ends in this way."""
     metrics = {"loss": deviation(0.5)}
+    why = "" if verdict == Verdict.PASS else f"why {verdict}"
 
     def explained(
-        case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement]
+        case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement], reason: str
     ) -> Location | None:
-        assert (case, measured, machine.torch_version) == (CASE, metrics, store.torch_version)
+        assert (case, measured, reason, machine.torch_version) == (CASE, metrics, why, store.torch_version)
         if isinstance(found, CellFailed):
             raise found
         return found
 
     store = RecordStore(directory=directory, session="s", torch_version="2.13.0", defect=None, deadline_s=1.0)
-    reason = "" if verdict == Verdict.PASS else f"why {verdict}"
     error = KeyError("a bug") if verdict == Verdict.ERROR else None
-    judged = Judged(CASE, "gloo", verdict, reason, metrics, error=error)
+    judged = Judged(CASE, "gloo", verdict, why, metrics, error=error)
     with patch.object(explain, "judge", return_value=judged):
         return explained_case(CASE, store, explained)
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from conformance.judge.judge import Judged
-from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.matrix import Case
-from conformance.pytest_plugin.locating import Located, Locator
+from conformance.pytest_plugin.locating import Located, Locator, Symptoms
 from conformance.report.explain import explain
 from conformance.report.location import Location
 from conformance.report.schema import CaseResult, Smallest
@@ -24,12 +23,12 @@ class Search:
 
     def __init__(self, answers: Mapping[str, Location | BaseException | None] | None = None) -> None:
         self.answers = answers or {}
-        self.located: dict[str, Mapping[str, Measurement]] = {}
+        self.located: dict[str, Symptoms] = {}
         self.judged: list[str] = []
 
-    def locate(self, of: Case, limit_s: float, measured: Mapping[str, Measurement]) -> Location | None:
+    def locate(self, of: Case, limit_s: float, symptoms: Symptoms) -> Location | None:
         assert 1.0 <= limit_s <= 30.0
-        self.located[of.id] = measured
+        self.located[of.id] = symptoms
         answer = self.answers.get(of.id, location(of.id))
         if isinstance(answer, BaseException):
             raise answer
@@ -54,7 +53,7 @@ def test_each_cause_is_located_on_its_first_cell() -> None:
     cases = [case(f"PAR-1/{cell}", "fail", loss=deviation(0.5)) for cell in (TP4, TP2, f"{TP2}-seed1")]
     found, error = search(*cases, case(f"MEM-1/{TP2}", "crash"), case(f"INIT-1/{TP2}"))
     assert ([each.case for each in found], error) == ([f"PAR-1/{TP2}", f"MEM-1/{TP2}"], None)
-    assert search.located[f"PAR-1/{TP2}"] == cases[1].measured
+    assert search.located[f"PAR-1/{TP2}"] == Symptoms(cases[1].measured, cases[1].reason)
     assert search.judged == []
 
 
@@ -72,7 +71,7 @@ def test_the_smallest_cell_stands_for_its_cause() -> None:
     ((found,), _) = search(failed, smallest=[smallest(failed, TP2)])
     assert (found.case, found.cell) == (failed.id, TP2)
     assert search.judged == [f"PAR-1/{TP2}"]
-    assert search.located == {f"PAR-1/{TP2}": {"loss": deviation(0.25)}}
+    assert search.located == {f"PAR-1/{TP2}": Symptoms({"loss": deviation(0.25)}, "")}
 
 
 def test_laws_of_one_chapter_share_the_place_of_their_cell() -> None:
