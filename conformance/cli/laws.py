@@ -8,6 +8,7 @@ from tabulate import tabulate
 from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
 from conformance.judge.registry import asserted_laws
+from conformance.localisation.families import table_of_places
 from conformance.plan.scopes import GAPS, in_order
 
 _INTRODUCTION = """# Laws
@@ -57,8 +58,11 @@ def laws_markdown() -> str:
     return f"{_INTRODUCTION}\n\n{laws}\n\n{_GAPS}\n\n{_gaps()}"
 
 
+_PLACES = "The place that a failure of each law is told, or of each family of laws, and the searches that find it."
+
+
 def specification_markdown() -> str:
-    """Return the laws by chapter, a folder of `conformance/laws`: id, MUST and reference."""
+    """Return the laws by chapter, a folder of `conformance/laws`: id, MUST and reference; and where failures are."""
     chapters: dict[str, list[list[str]]] = {}
     for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: in_order(item[0])):
         package = asserted.test.__module__.rpartition(".")[0]
@@ -69,6 +73,7 @@ def specification_markdown() -> str:
         about = " ".join(str(importlib.import_module(package).__doc__).split())
         table = tabulate(rows, headers=["law", "MUST", "reference"], tablefmt="github", disable_numparse=True)
         text.append(f"## {package.rpartition('.')[2]}\n\n{about}\n\n{table}")
+    text.append(f"## Places of failures\n\n{_PLACES}\n\n{table_of_places()}")
     return "\n\n".join(text)
 
 

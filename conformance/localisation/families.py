@@ -1,7 +1,7 @@
 """Families of laws, and the place that a failure of each is told: `where_of`.
 
 A failure is located by the first of a family's searches that finds a place, see `localise.explained`.
-`table` shows all of them.
+`table_of_places` shows all of them.
 """
 
 from typing import Literal, NamedTuple
@@ -148,7 +148,7 @@ def where_of(law: str) -> Where:
     return _FAMILIES[law.rpartition("-")[0]]
 
 
-def table() -> str:
+def table_of_places() -> str:
     """Return a table in Markdown: laws, searches in their order, and the place that is told."""
     rows: dict[Where, list[str]] = {}
     for names in (_FAMILIES, _LAWS, _ANY_TRAINER):

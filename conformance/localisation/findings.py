@@ -33,14 +33,15 @@ def race(cell: Cell, runs: CaseRuns) -> Location | None:
         return None
     pair = _nearest(pairs[min(pairs)])
     relation = "may be given the memory of" if pair.reused else "accesses the same memory as"
+    first = f"{pair.first.operator} on {pair.first.stream}{_inside(pair.first)}"
     return _location(
         "race",
         "schedule",
         "",
-        f"{pair.second.operator} on {pair.second.stream}",
+        f"{pair.second.operator} on {pair.second.stream}{_inside(pair.second)}",
         ranks=ranks_of(record),
         wrong=[*pairs],
-        equals=f"{relation} {pair.first.operator} on {pair.first.stream}, and no event orders them",
+        equals=f"{relation} {first}, and no event orders them",
         called=_code(pair.second),
         issued=_code(pair.first),
     )
@@ -120,6 +121,12 @@ def _numbers(found: Measurement) -> str:
         return f"{value} {found.unit}, expected {found.upper:g}"
     lower, upper = ("any" if bound is None else f"{bound:g}" for bound in (found.lower, found.upper))
     return f"{value} {found.unit}, not from {lower} to {upper}"
+
+
+def _inside(issued: IssuedOperator) -> str:
+    """Return the function that issued an operator as a clause; empty if it is not known."""
+    code = _code(issued)
+    return f" in {code.function}" if code else ""
 
 
 def _code(issued: IssuedOperator) -> Code | None:

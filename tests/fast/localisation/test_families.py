@@ -2,7 +2,7 @@
 
 from conformance.judge.measurements import Measurement
 from conformance.judge.registry import asserted_laws
-from conformance.localisation.families import table, where_of
+from conformance.localisation.families import table_of_places, where_of
 from conformance.localisation.findings import own_finding
 from conformance.plan.cells import Cell
 
@@ -17,8 +17,8 @@ def wrong(name: str, at: str) -> dict[str, Measurement]:
 def test_each_law_has_a_place_and_each_row_of_the_table_is_used() -> None:
     wheres = [where_of(law) for law in asserted_laws()]
     assert all(where.searches[-1] == "finding" for where in wheres)
-    assert table().count("\n") == len(set(wheres)) + 1
-    assert all(where.place in table() for where in wheres)
+    assert table_of_places().count("\n") == len(set(wheres)) + 1
+    assert all(where.place in table_of_places() for where in wheres)
 
 
 def test_the_trial_of_a_sweep_is_a_place() -> None:

@@ -57,7 +57,9 @@ def test_each_cause_is_located_on_its_first_cell() -> None:
     assert search.judged == []
 
 
-@pytest.mark.parametrize("verdict", [verdict.value for verdict in Verdict if verdict not in ("fail", "crash")])
+@pytest.mark.parametrize(
+    "verdict", [verdict.value for verdict in Verdict if verdict not in ("fail", "crash", "timeout")]
+)
 def test_other_verdicts_are_not_located(verdict: str) -> None:
     search = Search()
     assert search(case(f"PAR-1/{TP2}", verdict)) == ([], None)
