@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from tabulate import tabulate
@@ -173,18 +174,27 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "# Named places of faults",
         "Written by `python -m benchmarks.located OUT --write`. Each fault is injected into one cell, and the first "
         "case that fails is explained. Expected places are regular expressions that were written down before any "
-        "result existed; a place that is only a consequence counts as wrong. Times are of two cores.",
+        "result existed; a place that is only a consequence counts as wrong.",
     ]
     for table, title in _TABLES.items():
         in_table = [row for row in rows if row.table == table]
         right = sum(row.is_right for row in in_table)
-        blocks.append(f"## {title}\n\n{right} of {len(in_table)} are right.")
+        blocks.append(f"## {title}\n\n{right} of {len(in_table)} are right. {_times(in_table)}")
         cells = [
             [row.fault, row.case, "yes" if row.is_right else f"**no**: {WHY.get(row.fault, '?')}", _plain(row.named)]
             for row in in_table
         ]
         blocks.append(tabulate(cells, headers=["fault", "case", "right", "named"], tablefmt="github"))
     return "\n\n".join(blocks) + "\n"
+
+
+def _times(rows: Sequence[Row]) -> str:
+    """Return a sentence about the durations of judging and of explaining."""
+    judged, explained = ([getattr(row, name) for row in rows] for name in ("judged_s", "explained_s"))
+    return (
+        f"Run and law took {median(judged):.1f} s in the median, the explanation with its run {median(explained):.1f} s "
+        f"({max(explained):.1f} s at most)."
+    )
 
 
 def _plain(text: str) -> str:
