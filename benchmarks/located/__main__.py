@@ -192,8 +192,8 @@ def _times(rows: Sequence[Row]) -> str:
     """Return a sentence about the durations of judging and of explaining."""
     judged, explained = ([getattr(row, name) for row in rows] for name in ("judged_s", "explained_s"))
     return (
-        f"Run and law took {median(judged):.1f} s in the median, the explanation with its run {median(explained):.1f} s "
-        f"({max(explained):.1f} s at most)."
+        f"Run and law took {median(judged):.1f} s in the median, the explanation with its run "
+        f"{median(explained):.1f} s ({max(explained):.1f} s at most)."
     )
 
 
