@@ -27,7 +27,7 @@ from conformance.instruments.sharding import Residency, fsdp_group_of, sharded_p
 from conformance.instruments.streams import TracedStep
 from conformance.instruments.taps import Taps
 from conformance.instruments.timing import StepProfile, StepTimes, calibration_s
-from reference_trainer.fsdp1 import summon_full_params
+from reference_trainer.fsdp1 import FSDP1Model, summon_full_params
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase, StageAction
 from reference_trainer.train import StepMetrics, Trainer
@@ -53,6 +53,7 @@ class Recorder(Observer):
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
+        self._sharded_parameters: dict[str, Tensor] = {}
         self._reshard: dict[str, bool | int] = {}
         self._checkpoint: tuple[str | None, str | None] = (None, None)
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
@@ -141,6 +142,7 @@ class Recorder(Observer):
     def initialized(self, model: Transformer) -> None:
         """Keep the names of shared parameters, and pass the model to every instrument."""
         self._shared["initialized"] = shared_parameters(model)
+        self._sharded_parameters = sharded_parameters(model)
         self._notify("initialized", model)
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
@@ -164,7 +166,10 @@ class Recorder(Observer):
     def keep_state(self, trainer: Trainer, *, step: int) -> None:
         """Keep the optimizer's state after a step, under the keys `afterN/KIND/NAME`."""
         with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
-            self._capture.after_step(sharded_parameters(trainer.model), trainer.optimizer, step=step)
+            # A group may be unsharded meanwhile, and shows others. FSDP1 makes new parameters each time.
+            is_fsdp1 = isinstance(trainer.model, FSDP1Model)
+            parameters = sharded_parameters(trainer.model) if is_fsdp1 else self._sharded_parameters
+            self._capture.after_step(parameters, trainer.optimizer, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
         """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""
