@@ -127,7 +127,8 @@ def test_commands_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         assert ended.value.code == 0, f"python -m conformance {command}: {capsys.readouterr().err}"
     for name in sorted(set(re.findall(r"python -m benchmarks\.(\w+)", text))):
-        assert (PROJECT / "benchmarks" / f"{name}.py").is_file(), f"python -m benchmarks.{name}"
+        files = [PROJECT / "benchmarks" / file for file in (f"{name}.py", f"{name}/__main__.py")]
+        assert any(file.is_file() for file in files), f"python -m benchmarks.{name}"
 
 
 # Laws
