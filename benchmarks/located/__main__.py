@@ -7,7 +7,6 @@ docs/located.md, which needs all rows.
 """
 
 import argparse
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from statistics import median
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.located import LocatedDefect, faults, reported_faults, ttrace_faults
+from benchmarks.located import faults, is_named, reported_faults, ttrace_faults
 from benchmarks.located.why import WHY
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
@@ -82,13 +81,7 @@ def all_faults() -> Iterator[Fault]:
             yield Fault(each.id, each, "catalogue" if place.stages else "other", place)
     for table, module in (("ttrace", ttrace_faults), ("reported", reported_faults)):
         for name, fault in faults(module).items():
-            yield Fault(f"{module.__file__}:{name}", fault, table, _place(fault))
-
-
-def _place(fault: LocatedDefect) -> Place:
-    place = fault.place
-    stages = tuple(place.stage.split("|"))
-    return Place(stages=stages, name=place.name, quantity=place.quantity, collective=place.collective)
+            yield Fault(f"{module.__file__}:{name}", fault, table, fault.place)
 
 
 def row_of(fault: Fault, judge: CaseJudge) -> Row:
@@ -114,7 +107,7 @@ def row_of(fault: Fault, judge: CaseJudge) -> Row:
         case=judged.case.id if judged is not None and has_failed else "",
         expected=_expected(fault.place),
         named=location.sentence if location else reason,
-        is_right=has_failed and _is_right(fault.place, location, reason),
+        is_right=has_failed and is_named(fault.place, location, reason),
         judged_s=round(failed_s, 2),
         explained_s=round(explained_s, 2),
     )
@@ -145,27 +138,12 @@ def _explained(case: Case, judge: CaseJudge, fault: Fault, judged: Judged, deadl
         return None
 
 
-def _is_right(place: Place, location: Location | None, reason: str) -> bool:
-    if place.where:
-        told = location.sentence if location else ""
-        texts = [told] if place.where in ("memory", "schedule") and told else [told, reason]
-        return any(re.search(place.text, text) for text in texts)
-    return (
-        location is not None
-        and location.stage in place.stages
-        and re.fullmatch(place.name or "", location.name) is not None
-        and re.search(place.quantity, location.quantity) is not None
-        and re.search(place.collective, f"{location.collective} {location.quantity}") is not None
-        and (not place.ranks or list(place.ranks) == location.ranks)
-    )
-
-
 def _expected(place: Place) -> str:
     if place.where:
         return f"{place.where}: {place.text}"
     clauses = [" or ".join(place.stages), place.name or "the run", place.quantity, place.collective]
     ranks = f"ranks {', '.join(map(str, place.ranks))}" if place.ranks else ""
-    return ": ".join(clause for clause in (*clauses, ranks) if clause and clause != ".*")
+    return ": ".join(clause for clause in (*clauses, ranks) if clause)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

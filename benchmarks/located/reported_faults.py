@@ -40,7 +40,7 @@ def ignored_tokens_counted(
 
 
 # wrong-data-per-rank gives all ranks the same samples, tp-ranks-different-data takes the global rank.
-@at("data", "", ".*")
+@at("data", "")
 @defect("CLIP-1 CLIP-2 DATA-1 PAR-1", "id = hsdp2x2-fp32-default-meta", "huggingface/accelerate/issues/3092")
 @instead_of("reference_trainer.train", "dp_rank")
 def sampler_ignores_replicas(benign: bool, original: Call, mesh: DeviceMesh) -> Any:
