@@ -23,7 +23,7 @@ from conformance.localisation.reference_run import ReferenceRun
 from conformance.localisation.repeated_run import first_difference
 from conformance.localisation.schedule import first_wrong_collective
 from conformance.localisation.subject_run import SubjectRun
-from conformance.outcomes import CellFailed, Unsupported
+from conformance.outcomes import CellFailed, Failure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.plan.mesh import Mesh
@@ -67,7 +67,7 @@ def _found(
 
     A world that is larger than this machine's is not run, but only simulated as the law did.
     """
-    hang = _hang(runs, cell)
+    hang = _hang(runs.kept_failure(cell), cell)
     if hang is not None:
         yield hang
         return
@@ -79,9 +79,8 @@ def _found(
             yield from filter(None, _searched(search, asserted, runs, cell, measured, reason))
 
 
-def _hang(runs: CaseRuns, cell: Cell) -> Location | None:
+def _hang(failure: Failure | None, cell: Cell) -> Location | None:
     """Return the place of a run that hung, which the store keeps: a run with taps would hang as well."""
-    failure = runs.kept_failure(cell)
     if failure is None or failure.kind != "timeout":
         return None
     return place_of_hang(failure, ranks_of_mesh(Mesh.parse(cell.mesh)))
@@ -131,7 +130,11 @@ def _found_for_trainer(
     case: Case, store: RecordStore, measured: Mapping[str, Measurement], reason: str
 ) -> Location | None:
     """Return the first wrong place of a run of another trainer, or else the law's own finding."""
-    location = SubjectRun(SubjectRuns(store), case.cell).first_wrong()
+    runs = SubjectRuns(store)
+    failure = runs.kept_failure(case.cell)
+    if failure is not None:  # ranks of other trainers leave no taps when they raise
+        return _hang(failure, case.cell)
+    location = SubjectRun(runs, case.cell).first_wrong()
     return location or own_finding(case.cell, measured, reason)
 
 

@@ -105,6 +105,12 @@ class SubjectRuns:
         )
         return self._alone("compute_steps", cell, _payload(job), defect=self.store.defect)
 
+    def kept_failure(self, cell: Cell) -> Failure | None:
+        """Return the failure of a cell's run in this session; None if there was no run, or if it finished."""
+        header = self._header("train_subject", cell, defect=self.store.defect)
+        record = read_record(self.store.directory_of(header))
+        return record.failure if record else None
+
     def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
         header = self._header(function, cell, defect=defect, alone=True)
         return self._run(header, payload, world_size=1, kind=self.subject)

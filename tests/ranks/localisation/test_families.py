@@ -24,8 +24,6 @@ def located(directory: Path, pools: Pools, law: str, cell: str, defect: str | No
     ("law", "cell", "defect", "place"),
     [
         ("RS-1", "dp2-fp32-default-meta", "one-layer-not-resharded", ("schedule", "layers.1")),
-        ("MEM-1", "dp4-fp32-table-meta-deep", "one-layer-not-resharded", ("schedule", "layers.1")),
-        ("MEM-1", "dp4-fp32-table-meta-deep", "reduce-buffers-kept", ("memory", "tok_embeddings")),
         ("MEM-6", "dp2-fp32-default-meta-even-sgd", "rare-memory-leak", ("memory", "")),
         ("MP-1", "dp2-bf16mp-default-meta", "reduce-dtype-dropped", ("schedule", "output")),
     ],
