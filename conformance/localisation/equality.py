@@ -49,7 +49,7 @@ def _clauses(
         yield f"has shape {tuple(measured.shape)}, expected {tuple(expected.shape)}"
         return
     if not measured.is_floating_point():
-        yield from (f"is {name}" for name, other in others.items() if _is_close(measured, other))
+        yield from (f"is {name}" for name, other in others.items() if _is_rather(measured, other, expected))
         return
     if not bool(measured.isfinite().all()):
         count = int((~measured.isfinite()).sum())
@@ -58,7 +58,7 @@ def _clauses(
     if not bool(measured.any()):
         yield "is zero"
         return
-    yield from (f"is {name}" for name, other in others.items() if _is_close(measured, other))
+    yield from (f"is {name}" for name, other in others.items() if _is_rather(measured, other, expected))
     ratio = multiple(measured, expected)
     if ratio is not None and abs(ratio - 1.0) > CLOSE:
         names = ratio_names(ratio, sizes)
@@ -129,5 +129,7 @@ def _ranges(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices[:4])) + (f" and {len(indices) - 4} more" if len(indices) > 4 else "")
 
 
-def _is_close(measured: Tensor, other: Tensor) -> bool:
-    return measured.shape == other.shape and deviation(measured, other) <= CLOSE
+def _is_rather(measured: Tensor, other: Tensor, expected: Tensor) -> bool:
+    """Return whether a wrong tensor equals another one, and not as well as it equals the expected one."""
+    distance = deviation(measured, other)
+    return distance <= CLOSE and distance < deviation(measured, expected) / 2

@@ -40,6 +40,12 @@ def test_a_rounded_tensor_is_told_from_one_in_16_bits() -> None:
     assert not equals_clause(expected.bfloat16() + 1, expected, sizes={}, others={})
 
 
+def test_a_tensor_that_hardly_changes_is_not_taken_for_an_earlier_one() -> None:
+    measured, earlier = EXPECTED * (1 + 2e-6), EXPECTED * (1 - 1e-6)
+    assert equals_clause(measured, EXPECTED, sizes={}, others={"the earlier": earlier}) == ""
+    assert equals_clause(earlier, EXPECTED, sizes={}, others={"the earlier": earlier}) == "is the earlier"
+
+
 def test_numbers_of_other_kinds_are_equal_or_not() -> None:
     tokens = torch.tensor([1, 2])
     assert deviation(tokens, tokens) == 0.0
