@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from conformance.instruments.allocator_snapshot import allocator_snapshot
-from conformance.simulated_device import device as simulated
-from conformance.simulated_device.building import device_library
+from conformance.sim import device as simulated
+from conformance.sim.building import device_library
 
 
 class Placed(NamedTuple):

@@ -19,6 +19,7 @@ from conformance.cli import (
     predict,
     reports,
     show,
+    sim,
     spmd,
     verify,
     versions,
@@ -45,6 +46,7 @@ _COMMANDS = (
     waive,
     docs,
     lock,
+    sim,
     spmd,
 )
 _DESCRIPTION = """Commands besides running the suite with pytest:
@@ -59,6 +61,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
   docs                generated parts of README and docs: checked, written
+  sim                 any program on the simulated accelerator, under every schedule
   lock                matrix.lock, the derived cells: checked, written
   spmd                a session over several hosts, under torchrun
 """

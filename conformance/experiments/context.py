@@ -23,10 +23,10 @@ from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
-from conformance.simulated_device import device as simulated
-from conformance.simulated_device import schedules
-from conformance.simulated_device.building import LIBRARY_VARIABLE
-from conformance.simulated_device.schedules import Schedule
+from conformance.sim import device as simulated
+from conformance.sim import schedules
+from conformance.sim.building import LIBRARY_VARIABLE
+from conformance.sim.schedules import Schedule
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import init_weights
 from reference_trainer.mesh import backends, build_mesh, destroy_process_group, init_process_group

@@ -33,9 +33,9 @@ from conformance.instruments.happens_before import (
     Wait,
 )
 from conformance.instruments.streams import Site, TracedStep, assigned_name, site_of, stream_facts
-from conformance.simulated_device import device as simulated
-from conformance.simulated_device.trace import Access as Noted
-from conformance.simulated_device.trace import Bytes
+from conformance.sim import device as simulated
+from conformance.sim.trace import Access as Noted
+from conformance.sim.trace import Bytes
 
 
 class DeviceStreamTrace(TracedStep):

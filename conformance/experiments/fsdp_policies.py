@@ -16,7 +16,7 @@ from conformance.experiments.context import RankWorld, experiment, start_process
 from conformance.experiments.fsdp_net import Wrong
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.simulated_device import device as simulated
+from conformance.sim import device as simulated
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Transformer

@@ -19,8 +19,8 @@ from conformance.memory_segment import MemorySegment
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
-from conformance.simulated_device import device as simulated
-from conformance.simulated_device.schedules import Schedule
+from conformance.sim import device as simulated
+from conformance.sim.schedules import Schedule
 from reference_trainer.config import LossScaleConfig, TrainerConfig
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.precision import PRECISIONS

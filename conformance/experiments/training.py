@@ -21,8 +21,8 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
 from conformance.run.shards import tensor_file
-from conformance.simulated_device import device as simulated
-from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
+from conformance.sim import device as simulated
+from conformance.sim.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.model import Block
 

@@ -18,7 +18,7 @@ from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cau
 from conformance.run.ranks.client import ServerProcess
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
 from conformance.run.world import World
-from conformance.simulated_device.building import LIBRARY_VARIABLE
+from conformance.sim.building import LIBRARY_VARIABLE
 
 __all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
 

@@ -45,7 +45,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
-    "conformance/simulated_device/device.py": "a device module has no public way in; an error names it if it is gone",
+    "conformance/sim/device.py": "a device module has no public way in; an error names it if it is gone",
     "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
     "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",
     "conformance/run/ranks/preload.py": "names a module to load, and does without it where it is missing",

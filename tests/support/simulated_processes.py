@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conformance.outcomes import Unsupported
-from conformance.simulated_device.building import device_library
+from conformance.sim.building import device_library
 from tests.support.forked import context
 
 LIMIT_S = 120.0
@@ -55,7 +55,7 @@ def exit_codes(check: Callable[..., None], *, ranks: int, directory: Path) -> li
 
 
 def _call(check: Callable[..., None], compiled: Path, arguments: tuple[object, ...]) -> None:
-    from conformance.simulated_device import device
+    from conformance.sim import device
 
     device.load(compiled)
     try:

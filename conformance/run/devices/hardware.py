@@ -15,8 +15,8 @@ from conformance.outcomes import Unsupported
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.nvml import VISIBLE, Device, DeviceInterface, visible_devices
 from conformance.run.ranks.messages import RANK_IN_VALUE
-from conformance.simulated_device import schedules
-from conformance.simulated_device.building import LIBRARY_VARIABLE, device_library
+from conformance.sim import schedules
+from conformance.sim.building import LIBRARY_VARIABLE, device_library
 from reference_trainer.checks import UsageError
 
 ACCELERATORS = ("auto", "cpu", "cuda", "sim")

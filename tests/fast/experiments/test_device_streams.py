@@ -19,8 +19,8 @@ from conformance.instruments.happens_before import (
     Wait,
     races,
 )
-from conformance.simulated_device.trace import Access as Noted
-from conformance.simulated_device.trace import Bytes
+from conformance.sim.trace import Access as Noted
+from conformance.sim.trace import Bytes
 
 COMPUTE, COPY = 0, 1
 SEGMENT, PINNED = 1, -1

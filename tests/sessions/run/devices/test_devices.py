@@ -45,8 +45,8 @@ from conformance.run.devices.nvml import (
     visible_devices,
 )
 from conformance.run.ranks.messages import RANK_IN_VALUE
-from conformance.simulated_device import schedules
-from conformance.simulated_device.building import LIBRARY_VARIABLE
+from conformance.sim import schedules
+from conformance.sim.building import LIBRARY_VARIABLE
 from tests.support.fake_devices import FakeDevices, some_devices
 from tests.support.sessions import finish, suite
 

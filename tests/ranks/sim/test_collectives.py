@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.simulated_device import device
-from conformance.simulated_device.schedules import Schedule
+from conformance.sim import device
+from conformance.sim.schedules import Schedule
 from tests.support.simulated_processes import exit_codes
 
 RANKS = 2

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.simulated_device import device
-from conformance.simulated_device.schedules import Schedule
+from conformance.sim import device
+from conformance.sim.schedules import Schedule
 from tests.support.simulated_processes import exit_code, library
 
 KIBI, MEBI = 1 << 10, 1 << 20

@@ -1,6 +1,6 @@
 """Compilation of the simulated device by torch's extension builder: a program, since the builder imports torch.
 
-`python -m conformance.simulated_device.compiling DIRECTORY`
+`python -m conformance.sim.compiling DIRECTORY`
 """
 
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Distribution  # type: ignore[import-untyped]  # torch depends on it
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-from conformance.simulated_device.building import FLAGS, MODULE, source_files
+from conformance.sim.building import FLAGS, MODULE, source_files
 
 
 def compile_in(directory: Path) -> None:

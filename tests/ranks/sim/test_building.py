@@ -8,7 +8,7 @@ import pytest
 
 from conformance.outcomes import Unsupported
 from conformance.run.devices.hardware import Hardware, find_hardware
-from conformance.simulated_device import building
+from conformance.sim import building
 from tests.support.fake_devices import FakeDevices
 
 

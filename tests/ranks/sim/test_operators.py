@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
 from conformance.numerics import other_kernels
 from conformance.numerics.device_operators import fused_norms, has_fused_attention, has_fused_norms
-from conformance.simulated_device import device
-from conformance.simulated_device.schedules import Schedule
+from conformance.sim import device
+from conformance.sim.schedules import Schedule
 from tests.support.simulated_processes import exit_code
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

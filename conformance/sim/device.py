@@ -20,9 +20,9 @@ from torch.utils.backend_registration import generate_methods_for_privateuse1_ba
 
 from conformance.importing import load_module
 from conformance.numerics.device_operators import SIMULATED, fused_norms
-from conformance.simulated_device.building import MODULE
-from conformance.simulated_device.schedules import Schedule
-from conformance.simulated_device.trace import Access
+from conformance.sim.building import MODULE
+from conformance.sim.schedules import Schedule
+from conformance.sim.trace import Access
 
 NAME = SIMULATED
 """Type of the device."""
@@ -117,7 +117,7 @@ def host_access(name: str, begin: int, size_bytes: int, *, write: bool) -> None:
 def _extension() -> Any:
     extension = sys.modules.get(MODULE)
     if extension is None:
-        raise RuntimeError("this process has no simulated device: call conformance.simulated_device.device.load first")
+        raise RuntimeError("this process has no simulated device: call conformance.sim.device.load first")
     return extension
 
 

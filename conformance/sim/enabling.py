@@ -1,0 +1,22 @@
+"""Simulated device as the accelerator of any program, with a device for each rank on this machine."""
+
+import os
+
+from conformance.sim import device, settings
+from conformance.sim.building import device_library
+from conformance.sim.schedules import DEFAULT, Schedule
+
+
+def enable(schedule: str | None = None, devices: int | None = None) -> None:
+    """Make `sim` the accelerator of this process; builds the device first if this machine has none for this torch.
+
+    Without arguments the variables of `settings` choose. Fresh memory of the device holds NaN. Raises UsageError for an
+    unknown schedule or number of devices, Unsupported if the device cannot be built, and RuntimeError if the process
+    has another accelerator of this kind.
+    """
+    chosen = Schedule.parse(schedule or os.environ.get(settings.SCHEDULE_VARIABLE) or DEFAULT)
+    count = devices or settings.device_count()
+    device.load(device_library())
+    device.follow(chosen.for_rank(int(os.environ.get("RANK", "0"))))
+    device.poison(True)
+    assert count  # several devices: TODO

@@ -1,0 +1,20 @@
+"""Variables of the environment by which a program, and each process that it starts, gets the simulated device."""
+
+import os
+from collections.abc import Mapping
+
+from reference_trainer.checks import UsageError
+
+SCHEDULE_VARIABLE = "CONFORMANCE_SIM"
+"""Schedule of the process, such as `lazy`. A process that has the variable gets the device when it imports torch."""
+DEVICES_VARIABLE = "CONFORMANCE_SIM_DEVICES"
+"""Number of devices that the machine appears to have; by default one for each process that torchrun starts here."""
+MAX_DEVICES = 8
+
+
+def device_count(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of devices that the environment asks for. Raises UsageError unless it is in 1..MAX_DEVICES."""
+    text = environment.get(DEVICES_VARIABLE) or environment.get("LOCAL_WORLD_SIZE") or "1"
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_DEVICES:
+        raise UsageError(f"{text} simulated devices: write a number from 1 to {MAX_DEVICES}")
+    return int(text)
