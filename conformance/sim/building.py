@@ -103,7 +103,7 @@ def _build(directory: Path, compiler: str) -> None:
     note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
     print(note, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", f"{__package__}.compiling", str(directory)]
-    environment = os.environ | {"CXX": compiler}
+    environment = os.environ | {"CXX": compiler, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # or it would wait for itself
     with log_file.open("w") as log:
         try:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)

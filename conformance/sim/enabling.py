@@ -2,7 +2,7 @@
 
 import os
 
-from conformance.sim import device, settings
+from conformance.sim import settings
 from conformance.sim.building import device_library
 from conformance.sim.schedules import DEFAULT, Schedule
 
@@ -15,8 +15,11 @@ def enable(schedule: str | None = None, devices: int | None = None) -> None:
     has another accelerator of this kind.
     """
     chosen = Schedule.parse(schedule or os.environ.get(settings.SCHEDULE_VARIABLE) or DEFAULT)
-    count = devices or settings.device_count()
-    device.load(device_library())
+    count = settings.device_count() if devices is None else settings.checked_count(devices)
+    library = device_library()
+    # Not at the top: the import of torch calls this function if the environment asks for the device, see `autoload`.
+    from conformance.sim import device
+
+    device.load(library, devices=count, with_generators=True)
     device.follow(chosen.for_rank(int(os.environ.get("RANK", "0"))))
     device.poison(True)
-    assert count  # several devices: TODO

@@ -13,8 +13,12 @@ MAX_DEVICES = 8
 
 
 def device_count(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of devices that the environment asks for. Raises UsageError unless it is in 1..MAX_DEVICES."""
-    text = environment.get(DEVICES_VARIABLE) or environment.get("LOCAL_WORLD_SIZE") or "1"
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_DEVICES:
-        raise UsageError(f"{text} simulated devices: write a number from 1 to {MAX_DEVICES}")
-    return int(text)
+    """Return the number of devices that the environment asks for. Raises UsageError as `checked_count` does."""
+    return checked_count(environment.get(DEVICES_VARIABLE) or environment.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def checked_count(count: int | str) -> int:
+    """Return a number of devices. Raises UsageError unless it is in 1..MAX_DEVICES."""
+    if not str(count).isdecimal() or not 1 <= int(count) <= MAX_DEVICES:
+        raise UsageError(f"{count} simulated devices: write a number from 1 to {MAX_DEVICES}")
+    return int(count)

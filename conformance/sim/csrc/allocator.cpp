@@ -4,6 +4,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "device.h"
 #include "lock.h"
 #include "memory_map.h"
 
@@ -20,6 +21,8 @@ constexpr size_t kLargeSegmentBytes = 20 << 20; // ... and below this one
 constexpr size_t kRoundSegmentBytes = 2 << 20;
 
 constexpr size_t kGuardBytes = 4096; // between segments: nothing is merged over it
+
+int64_t segments_ever = 0; // of all devices
 
 size_t rounded(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -63,11 +66,13 @@ bool CachingAllocator::BySize::operator()(const Block* one, const Block* other) 
 
 c10::DataPtr CachingAllocator::allocate(size_t bytes) {
   Lock lock;
-  void* data = bytes ? malloc(bytes, current_stream())->begin : nullptr;
-  return {data, data, &free_data, c10::Device(c10::DeviceType::PrivateUse1, 0)};
+  void* data = bytes ? malloc(bytes, current_stream(device_))->begin : nullptr;
+  auto index = static_cast<c10::DeviceIndex>(device_);
+  return {data, data, &free_data, c10::Device(c10::DeviceType::PrivateUse1, index)};
 }
 
 Block* CachingAllocator::malloc(size_t bytes, int64_t stream) {
+  map_memory();
   release_caught_up();
   size_t size = rounded(bytes, kMinBlockBytes);
   bool small = size <= kSmallBytes;
@@ -101,13 +106,13 @@ Block* CachingAllocator::best_fit(size_t bytes, int64_t stream, bool small) {
 Block* CachingAllocator::new_segment(size_t bytes, int64_t stream, bool small) {
   size_t place = place_of_segment(bytes);
   if (place + bytes > kMemoryBytes) {
-    emptyCache({0, 0});
+    empty_cache();
     place = place_of_segment(bytes);
   }
   TORCH_CHECK_WITH(
       OutOfMemoryError, place + bytes <= kMemoryBytes, "the simulated device has no ", bytes, " bytes left");
-  auto* block = new Block{device_address(place), bytes, stream, small};
-  segments_[reinterpret_cast<uint64_t>(block->begin)] = {++segments_ever_, bytes};
+  auto* block = new Block{device_address(device_, place), bytes, stream, small};
+  segments_[reinterpret_cast<uint64_t>(block->begin)] = {++segments_ever, bytes, block};
   count(statistics_.segment, 1);
   count(statistics_.reserved_bytes, bytes);
   statistics_.num_device_alloc++;
@@ -118,7 +123,7 @@ Block* CachingAllocator::new_segment(size_t bytes, int64_t stream, bool small) {
 size_t CachingAllocator::place_of_segment(size_t bytes) {
   if (segments_.empty()) return kGuardBytes;
   auto [begin, last] = *segments_.rbegin();
-  return begin - reinterpret_cast<uint64_t>(device_address(0)) + last.second + kGuardBytes;
+  return begin - reinterpret_cast<uint64_t>(device_address(device_, 0)) + last.bytes + kGuardBytes;
 }
 
 void CachingAllocator::split(Block* block, size_t bytes) {
@@ -133,10 +138,12 @@ void CachingAllocator::split(Block* block, size_t bytes) {
 
 void CachingAllocator::free_data(void* data) {
   if (!data) return;
+  if (is_in_bad_fork()) return;
   Lock lock;
-  auto found = allocator().in_use_.find(data);
-  TORCH_INTERNAL_ASSERT(found != allocator().in_use_.end());
-  allocator().free(found->second);
+  auto& self = allocator_at(data);
+  auto found = self.in_use_.find(data);
+  TORCH_INTERNAL_ASSERT(found != self.in_use_.end());
+  self.free(found->second);
 }
 
 void CachingAllocator::free(Block* block) {
@@ -192,9 +199,9 @@ Block* CachingAllocator::merge(Block* first, Block* second) {
 }
 
 // Gives back segments of which nothing is in use. The device waits first, as CUDA's allocator does.
-void CachingAllocator::emptyCache(c10::MempoolId_t) {
+void CachingAllocator::empty_cache() {
   Lock lock;
-  host_wait_device();
+  host_wait_device(device_);
   release_caught_up();
   for (Pool* pool : {&small_, &large_}) {
     for (auto entry = pool->begin(); entry != pool->end();) {
@@ -214,12 +221,12 @@ void CachingAllocator::emptyCache(c10::MempoolId_t) {
   }
 }
 
-void CachingAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
+void CachingAllocator::record_stream(const c10::DataPtr& data, int64_t stream) {
   Lock lock;
   auto found = in_use_.find(data.get());
   if (found == in_use_.end()) return; // nothing was allocated
-  trace().add("record_stream", stream.id(), "", 0, {bytes_of(*found->second)});
-  if (stream.id() != found->second->stream) found->second->recorded.insert(stream.id());
+  trace().add("record_stream", stream, "", 0, {bytes_of(*found->second)});
+  if (stream != found->second->stream) found->second->recorded.insert(stream);
 }
 
 void CachingAllocator::poison(bool on) {
@@ -228,7 +235,7 @@ void CachingAllocator::poison(bool on) {
 
 // Poison is written by the stream that uses the block first, as only this one knows that the memory is its own. A
 // handed-out block may still be read by others, which the first user has to wait for.
-void CachingAllocator::before_use(const std::vector<Range>& ranges) {
+void CachingAllocator::before_use(const std::vector<Range>& ranges, int64_t stream) {
   if (!untouched_) return;
   for (const Range& range : ranges) {
     Block* block = block_at(range.begin);
@@ -237,7 +244,7 @@ void CachingAllocator::before_use(const std::vector<Range>& ranges) {
     --untouched_;
     char* begin = kernel_address(block->begin);
     scheduler().enqueue(
-        current_stream(), {"poison", [begin, bytes = block->bytes] { std::memset(begin, kPoison, bytes); }});
+        stream, {"poison", [begin, bytes = block->bytes] { std::memset(begin, kPoison, bytes); }});
   }
 }
 
@@ -252,7 +259,7 @@ std::pair<int64_t, uint64_t> CachingAllocator::segment_of(uint64_t address) cons
   auto next = segments_.upper_bound(address);
   if (next == segments_.begin()) return {0, 0};
   auto [begin, segment] = *std::prev(next);
-  return {segment.first, begin};
+  return {segment.number, begin};
 }
 
 c10::DeleterFnPtr CachingAllocator::raw_deleter() const {
@@ -261,26 +268,80 @@ c10::DeleterFnPtr CachingAllocator::raw_deleter() const {
 
 void CachingAllocator::copy_data(void* to, const void* from, size_t bytes) const {
   auto task = [to = kernel_address(to), from = kernel_address(from), bytes] { std::memcpy(to, from, bytes); };
-  scheduler().enqueue(current_stream(), {"copy_data", task});
+  scheduler().enqueue(current_stream(device_), {"copy_data", task});
 }
 
-c10::CachingDeviceAllocator::DeviceStats CachingAllocator::getDeviceStats(c10::DeviceIndex) {
-  Lock lock;
-  return statistics_;
+std::vector<SegmentSnapshot> CachingAllocator::snapshot() const {
+  std::vector<SegmentSnapshot> all;
+  for (const auto& [address, segment] : segments_) {
+    all.push_back({address, segment.bytes, segment.first->stream, segment.first->small, {}});
+    for (const Block* block = segment.first; block; block = block->after) all.back().blocks.push_back(*block);
+  }
+  return all;
 }
 
-void CachingAllocator::resetAccumulatedStats(c10::DeviceIndex) {
-  Lock lock;
-  for (auto* statistic : totals(statistics_)) statistic->reset_accumulated();
+size_t CachingAllocator::free_bytes() const {
+  return kMemoryBytes - static_cast<size_t>(statistics_.reserved_bytes[0].current);
 }
 
-void CachingAllocator::resetPeakStats(c10::DeviceIndex) {
-  Lock lock;
-  for (auto* statistic : totals(statistics_)) statistic->reset_peak();
+namespace {
+
+class Allocators final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    return allocator(current_device()).allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return allocator(0).raw_deleter();
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    allocator_at(to).copy_data(to, from, bytes);
+  }
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t) override {
+    for (int device = 0; device < device_count(); ++device) allocator(device).empty_cache();
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    if (data.get()) allocator_at(data.get()).record_stream(data, number_of(stream));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    Lock lock;
+    return allocator(device).statistics();
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    Lock lock;
+    for (auto* statistic : totals(allocator(device).statistics())) statistic->reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    Lock lock;
+    for (auto* statistic : totals(allocator(device).statistics())) statistic->reset_peak();
+  }
+  // Overrides a function that c10::DeviceAllocator has since torch 2.10.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+    Lock lock;
+    return {allocator(device).free_bytes(), kMemoryBytes};
+  }
+};
+
+} // namespace
+
+CachingAllocator& allocator(int device) {
+  static auto* instances = [] { // never destroyed: tensors outlive static objects
+    auto* all = new std::vector<CachingAllocator*>;
+    for (int each = 0; each < kMaxDevices; ++each) all->push_back(new CachingAllocator(each));
+    return all;
+  }();
+  return *instances->at(device);
 }
 
-CachingAllocator& allocator() {
-  static auto* instance = new CachingAllocator; // never destroyed: tensors outlive static objects
+CachingAllocator& allocator_at(const void* address) {
+  return allocator(device_at(address));
+}
+
+c10::DeviceAllocator& allocators() {
+  static auto* instance = new Allocators;
   return *instance;
 }
 

@@ -1,4 +1,4 @@
-// Caching allocator of the device, by the rules of CUDA's: blocks are cut from segments, kept in pools of their stream
+// Caching allocator of a device, by the rules of CUDA's: blocks are cut from segments, kept in pools of their stream
 // when they are freed, and handed out again at once, since what the same stream runs later runs later.
 // https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management and c10/cuda/CUDACachingAllocator.cpp
 #pragma once
@@ -29,26 +29,38 @@ struct Block {
   Block *before = nullptr, *after = nullptr; // neighbours in the segment
 };
 
-class CachingAllocator final : public c10::DeviceAllocator {
+// Memory that was reserved at once, and its blocks, in the form of torch.cuda.memory_snapshot.
+struct SegmentSnapshot {
+  uint64_t address;
+  size_t bytes;
+  int64_t stream;
+  bool small;
+  std::vector<Block> blocks;
+};
+
+class CachingAllocator final : public c10::Allocator {
  public:
+  explicit CachingAllocator(int device) : device_(device) {}
+
   // Fills what each block holds before the first use with NaN, on the stream that uses it first.
   void poison(bool on);
-  // To be called before an operator of the current stream is queued.
-  void before_use(const std::vector<Range>& ranges);
+  // To be called before an operator is queued on a stream.
+  void before_use(const std::vector<Range>& ranges, int64_t stream);
   // Number and first byte of the segment with this address.
   std::pair<int64_t, uint64_t> segment_of(uint64_t address) const;
 
   c10::DataPtr allocate(size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* to, const void* from, size_t bytes) const override;
-  bool initialized() override {
-    return true;
+
+  void empty_cache();
+  void record_stream(const c10::DataPtr& data, int64_t stream);
+  c10::CachingDeviceAllocator::DeviceStats& statistics() {
+    return statistics_;
   }
-  void emptyCache(c10::MempoolId_t pool) override;
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override;
-  void resetAccumulatedStats(c10::DeviceIndex device) override;
-  void resetPeakStats(c10::DeviceIndex device) override;
+  std::vector<SegmentSnapshot> snapshot() const;
+  // Bytes that are not reserved.
+  size_t free_bytes() const;
 
  private:
   struct BySize {
@@ -74,13 +86,25 @@ class CachingAllocator final : public c10::DeviceAllocator {
   Pool small_, large_;
   std::map<const void*, Block*> in_use_; // by first byte
   std::deque<std::pair<Point, Block*>> held_; // freed, but for streams that have not caught up
-  std::map<uint64_t, std::pair<int64_t, size_t>> segments_; // number and bytes by first byte
+  struct Segment {
+    int64_t number;
+    size_t bytes;
+    Block* first;
+  };
+
+  int device_;
+  std::map<uint64_t, Segment> segments_; // by first byte
   c10::CachingDeviceAllocator::DeviceStats statistics_;
-  int64_t segments_ever_ = 0;
   int64_t untouched_ = 0;
   bool poison_ = false;
 };
 
-CachingAllocator& allocator();
+CachingAllocator& allocator(int device);
+
+// Allocator of the device that has this address.
+CachingAllocator& allocator_at(const void* address);
+
+// Allocator of the device on which a thread works, and the statistics of all, as torch.accelerator asks for them.
+c10::DeviceAllocator& allocators();
 
 } // namespace sim

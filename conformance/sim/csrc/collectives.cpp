@@ -16,6 +16,7 @@
 #include "device.h"
 #include "kernels.h"
 #include "lock.h"
+#include "progress.h"
 #include "views.h"
 
 namespace sim {
@@ -60,9 +61,10 @@ class StreamWork final : public c10d::Work {
   }
   void synchronize() override {
     Lock lock;
-    if (current_stream() != done_.stream) {
-      trace().add("wait", current_stream(), "", event_);
-      scheduler().enqueue(current_stream(), {"wait", nullptr, done_});
+    int64_t waiting = current_stream(scheduler().device_of(done_.stream));
+    if (waiting != done_.stream) {
+      trace().add("wait", waiting, "", event_);
+      scheduler().enqueue(waiting, {"wait", nullptr, done_});
     }
     inputs_.clear();
   }
@@ -234,7 +236,7 @@ class SimulatedBackend final : public c10d::Backend {
     });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    host_wait_device();
+    host_wait_device(current_device());
     return gloo_->barrier(options);
   }
 
@@ -254,6 +256,7 @@ class SimulatedBackend final : public c10d::Backend {
       return run(gloo_, inputs, outputs, const_cast<Options&>(options));
     }
     Lock lock;
+    OnDevice scope(any.at(0).device());
     int64_t caller = current_stream();
     if (options.asyncOp || lifetime != Lifetime::kHeldUntilWait) enter_own_stream();
     WorkPtr work = issue_on_current_stream(name, std::move(inputs), std::move(outputs), options, std::move(run));
@@ -263,13 +266,9 @@ class SimulatedBackend final : public c10d::Backend {
 
   // The stream of collectives first waits for what the caller has issued.
   void enter_own_stream() {
-    if (!stream_) stream_ = scheduler().new_stream();
-    int64_t event = new_event();
-    Point ready = scheduler().enqueue(current_stream(), {"record"});
-    trace().add("record", current_stream(), "", event);
+    if (!stream_) stream_ = scheduler().new_stream(current_device());
+    wait_for(*stream_, current_stream());
     exchange_stream(*stream_);
-    trace().add("wait", *stream_, "", event);
-    scheduler().enqueue(*stream_, {"wait", nullptr, ready});
   }
 
   template <class Options, class Run>
@@ -283,6 +282,7 @@ class SimulatedBackend final : public c10d::Backend {
         if (WorkPtr work = run(gloo, from, to, options)) work->wait();
       });
     };
+    start_progress();
     Point done = launch(name, inputs, outputs, std::move(kernel), true);
     int64_t event = new_event();
     trace().add("record", current_stream(), "", event);
@@ -293,9 +293,9 @@ class SimulatedBackend final : public c10d::Backend {
   }
 
   static void record_current_stream(const Tensors& inputs, const Tensors& outputs) {
-    c10::Stream stream(c10::Stream::UNSAFE, kDevice, current_stream());
+    c10::Stream stream = stream_of(current_stream());
     for (const Tensors* tensors : {&inputs, &outputs})
-      for (const auto& tensor : *tensors) allocator().recordStream(tensor.storage().data_ptr(), stream);
+      for (const auto& tensor : *tensors) allocators().recordStream(tensor.storage().data_ptr(), stream);
   }
 
   Gloo gloo_;

@@ -61,6 +61,16 @@ void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   else if (!non_blocking) host_wait_stream(done.stream);
 }
 
+// Between two devices the copy runs on the source's stream, and the other device's stream waits for it.
+// https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/Copy.cu
+void within_devices(const at::Tensor& to, const at::Tensor& from) {
+  int64_t source = current_stream(from.device().index()), target = current_stream(to.device().index());
+  if (source != target) wait_for(source, target);
+  queue(
+      "copy_within_device", {range_of(from, false), range_of(to, true)}, copying(kernel_view(to), kernel_view(from)));
+  if (source != target) wait_for(target, source);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   Lock lock;
   if (!to.numel()) return to;
@@ -68,10 +78,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (!is_on_device(to)) {
     to_host(to, source, non_blocking);
   } else if (is_on_device(source)) {
-    queue(
-        "copy_within_device",
-        {range_of(source, false), range_of(to, true)},
-        copying(kernel_view(to), kernel_view(source)));
+    within_devices(to, source);
   } else {
     to_device(to, source, non_blocking);
   }

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "generator.h"
 #include "kernels.h"
 #include "views.h"
 
@@ -21,9 +22,10 @@ double dropout_scale(double kept, at::ScalarType dtype) {
 }
 
 // Random numbers are the CPU's, drawn when the host issues the operator: no schedule changes them, nobody waits.
-at::Tensor drawn_mask(at::IntArrayRef sizes, double kept) {
+at::Tensor drawn_mask(const at::Tensor& self, double kept) {
   BelowDispatch below;
-  return at::empty(sizes, at::kBool).bernoulli_(kept);
+  LentState lent(std::nullopt, self.device().index());
+  return at::empty(self.sizes(), at::kBool).bernoulli_(kept);
 }
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& self, double p, std::optional<bool> train) {
@@ -33,7 +35,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& self, double
   at::Tensor out = at::empty_like(self), mask = at::empty_like(self, of_bool);
   auto type = at::toAccumulateType(self.scalar_type(), /*is_cuda=*/true);
   double scale = dropout_scale(1.0 - p, type);
-  auto kernel = [drawn = drawn_mask(self.sizes(), 1.0 - p), type, scale](auto& from, auto& to) {
+  auto kernel = [drawn = drawn_mask(self, 1.0 - p), type, scale](auto& from, auto& to) {
     to[0].copy_(from[0].to(type).mul(drawn).mul(scale));
     to[1].copy_(drawn);
   };

@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "device.h"
+#include "generator.h"
 #include "lock.h"
 #include "statistics.h"
 #include "views.h"
@@ -28,6 +30,10 @@ class Call {
   Call(const c10::OperatorHandle& op, Stack& stack)
       : op_(op), schema_(op.schema()), arguments_(torch::jit::pop(stack, schema_.arguments().size())) {}
 
+  // Device of the first tensor on one, or the one that an argument names, or the current one.
+  c10::Device device() const;
+  // Generator among the arguments, which is left out from then on.
+  std::optional<at::Generator> take_generator();
   void refuse_views() const;
   void refuse_mixed_devices() const;
   bool is_random() const;
@@ -55,15 +61,15 @@ class Call {
 };
 
 c10::IValue with_device(const c10::IValue& value, c10::DeviceType type) {
-  return value.isDevice() && value.toDevice().type() == kDevice.type() ? c10::IValue(c10::Device(type)) : value;
+  return value.isDevice() && value.toDevice().type() == kDeviceType ? c10::IValue(c10::Device(type)) : value;
 }
 
 at::Tensor on_meta(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
 }
 
-at::Tensor on_device(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice).pinned_memory(false));
+at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).pinned_memory(false));
 }
 
 void copy_results(const std::vector<c10::IValue>& to, const Stack& from) {
@@ -73,6 +79,23 @@ void copy_results(const std::vector<c10::IValue>& to, const Stack& from) {
     for_each_tensor(from[k], [&](const at::Tensor& tensor) { sources.push_back(tensor); });
     for (size_t j = 0; j < targets.size(); ++j) targets[j].copy_(sources[j]);
   }
+}
+
+c10::Device Call::device() const {
+  std::optional<c10::Device> found, named;
+  for (const auto& value : arguments_) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (!found && is_on_device(tensor)) found = tensor.device();
+    });
+    if (value.isDevice() && value.toDevice().type() == kDeviceType) named = value.toDevice();
+  }
+  return found ? *found : device_with(named ? named->index() : static_cast<c10::DeviceIndex>(-1));
+}
+
+std::optional<at::Generator> Call::take_generator() {
+  for (auto& value : arguments_)
+    if (value.isGenerator()) return std::exchange(value, c10::IValue()).toGenerator();
+  return std::nullopt;
 }
 
 std::string Call::name() const {
@@ -114,9 +137,10 @@ void Call::refuse_mixed_devices() const {
     bool is_list = arguments_[i].isTensorList();
     for_each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
       TORCH_CHECK(
-          is_on_device(tensor) || are_indices || (tensor.dim() == 0 && !is_list && !writes(i)),
+          tensor.device() == device() ||
+              (!is_on_device(tensor) && (are_indices || (tensor.dim() == 0 && !is_list && !writes(i)))),
           "Expected all tensors to be on the same device, but found at least two devices, ",
-          kDevice,
+          device(),
           " and ",
           tensor.device(),
           "! (",
@@ -189,7 +213,7 @@ std::optional<std::vector<c10::IValue>> Call::infer() {
     if (auto argument = argument_returned_as(k)) {
       results.push_back(c10::IValue());
     } else if (stack[k].isTensor() || stack[k].isTensorList()) {
-      results.push_back(map_tensors(stack[k], on_device));
+      results.push_back(map_tensors(stack[k], [&](const at::Tensor& each) { return on_device(each, device()); }));
     } else {
       return std::nullopt;
     }
@@ -230,8 +254,8 @@ void Call::run_now(Stack& stack) {
   scheduler().reach(done); // not in the trace: only this device waits here
   for (size_t k = 0; k < schema_.returns().size(); ++k) {
     auto argument = argument_returned_as(k);
-    auto on_the_device = [](const at::Tensor& tensor) {
-      at::Tensor result = on_device(tensor);
+    auto on_the_device = [this](const at::Tensor& tensor) {
+      at::Tensor result = on_device(tensor, device());
       if (tensor.numel()) result.copy_(tensor);
       return result;
     };
@@ -261,7 +285,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call call(op, *stack);
   call.refuse_views();
   call.refuse_mixed_devices();
-  if (call.is_random()) return call.only_overwrites_self() ? call.draw_now(*stack) : call.run_now(*stack);
+  OnDevice scope(call.device());
+  if (call.is_random()) {
+    LentState lent(call.take_generator(), call.device().index());
+    return call.only_overwrites_self() ? call.draw_now(*stack) : call.run_now(*stack);
+  }
   auto results = call.infer();
   results ? call.run_later(std::move(*results), *stack) : call.run_now(*stack);
 }

@@ -10,12 +10,20 @@
 namespace sim {
 
 namespace {
-thread_local int64_t current = 0;
+thread_local int device_now = 0;
+thread_local std::map<int, int64_t> streams_now; // by device; the default stream if there is none
 }
 
-int64_t Scheduler::new_stream() {
+int64_t Scheduler::new_stream(int device) {
   queues_.emplace_back();
+  queues_.back().device = device;
   return count() - 1;
+}
+
+int64_t Scheduler::default_stream(int device) {
+  auto found = default_streams_.find(device);
+  if (found == default_streams_.end()) found = default_streams_.emplace(device, new_stream(device)).first;
+  return found->second;
 }
 
 void Scheduler::follow(Policy policy, uint64_t seed, int64_t starved) {
@@ -26,6 +34,7 @@ void Scheduler::follow(Policy policy, uint64_t seed, int64_t starved) {
 }
 
 Point Scheduler::enqueue(int64_t stream, Task task) {
+  ++steps_;
   Queue& queue = queues_.at(stream);
   Point point{stream, ++queue.issued};
   int64_t collective = task.is_collective ? ++collectives_issued_ : 0;
@@ -60,10 +69,15 @@ void Scheduler::drain() {
   for (int64_t stream = 0; stream < count(); ++stream) reach(end_of(stream));
 }
 
+void Scheduler::finish_collectives() {
+  while (!collectives_.empty()) reach(Point(collectives_.begin()->second));
+}
+
 // Runs the first task of a stream, after all that it depends on.
 void Scheduler::step(int64_t stream) {
   Queue& queue = queues_[stream];
   TORCH_INTERNAL_ASSERT(!queue.entries.empty(), "stream ", stream, " waits for itself");
+  ++steps_;
   auto entry = std::move(queue.entries.front());
   queue.entries.pop_front();
   reach(entry.task.after);
@@ -103,12 +117,30 @@ Scheduler& scheduler() {
   return *instance;
 }
 
+int current_device() {
+  return device_now;
+}
+
 int64_t current_stream() {
-  return current;
+  return current_stream(device_now);
+}
+
+int64_t current_stream(int device) {
+  Lock lock;
+  auto found = streams_now.find(device);
+  return found == streams_now.end() ? scheduler().default_stream(device) : found->second;
+}
+
+int exchange_device(int device) {
+  return std::exchange(device_now, device);
 }
 
 int64_t exchange_stream(int64_t stream) {
-  return std::exchange(current, stream);
+  Lock lock;
+  int device = scheduler().device_of(stream);
+  int64_t before = current_stream(device);
+  streams_now[device] = stream;
+  return before;
 }
 
 void host_wait_event(Point point, int64_t event) {
@@ -129,10 +161,11 @@ void host_wait_read(int64_t stream) {
   scheduler().reach(scheduler().end_of(stream));
 }
 
-void host_wait_device() {
+void host_wait_device(int device) {
   Lock lock;
-  trace().add("host_wait_device", current_stream());
-  for (int64_t stream = 0; stream < scheduler().count(); ++stream) scheduler().reach(scheduler().end_of(stream));
+  trace().add("host_wait_device", current_stream(device));
+  for (int64_t stream = 0; stream < scheduler().count(); ++stream)
+    if (scheduler().device_of(stream) == device) scheduler().reach(scheduler().end_of(stream));
 }
 
 } // namespace sim

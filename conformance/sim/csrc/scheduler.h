@@ -35,7 +35,11 @@ struct Task {
 
 class Scheduler {
  public:
-  int64_t new_stream();
+  int64_t new_stream(int device);
+  int64_t default_stream(int device);
+  int device_of(int64_t stream) const {
+    return queues_.at(stream).device;
+  }
   int64_t count() const {
     return static_cast<int64_t>(queues_.size());
   }
@@ -54,7 +58,12 @@ class Scheduler {
   // Runs what is needed to reach a point, or all tasks.
   void reach(Point point);
   void drain();
+  void finish_collectives();
 
+  // Tasks that were issued or taken up.
+  int64_t steps() const {
+    return steps_;
+  }
   int64_t executed() const {
     return executed_;
   }
@@ -65,6 +74,7 @@ class Scheduler {
       Task task;
       int64_t collective; // number among this process's collectives, 0 for other tasks
     };
+    int device = 0;
     std::deque<Entry> entries;
     int64_t issued = 0, done = 0;
   };
@@ -74,9 +84,10 @@ class Scheduler {
   void advance(int64_t issued_on);
   uint64_t draw(uint64_t limit);
 
-  std::deque<Queue> queues_ = std::deque<Queue>(1); // the first is the default stream
+  std::deque<Queue> queues_ = std::deque<Queue>(1); // the first is the default stream of the first device
+  std::map<int, int64_t> default_streams_ = {{0, 0}}; // by device
   std::map<int64_t, Point> collectives_; // points of those that have not run
-  int64_t collectives_issued_ = 0, executed_ = 0;
+  int64_t collectives_issued_ = 0, executed_ = 0, steps_ = 0;
   Policy policy_ = Policy::kEager;
   int64_t starved_ = 0;
   uint64_t random_ = 1;
@@ -84,16 +95,19 @@ class Scheduler {
 
 Scheduler& scheduler();
 
-// Stream on which this thread issues.
+// Device on which this thread works, and the stream on which it issues there, or on another device.
+int current_device();
 int64_t current_stream();
-// Makes another stream current; returns the former.
+int64_t current_stream(int device);
+// Makes another device, or another stream of its device, current; returns the former.
+int exchange_device(int device);
 int64_t exchange_stream(int64_t stream);
 
 // The host waits: for a point, which the trace knows as `event` or as the end of a stream, for what it reads (a
-// number, or a copy in pageable memory), or for all streams.
+// number, or a copy in pageable memory), or for all streams of a device.
 void host_wait_event(Point point, int64_t event);
 void host_wait_stream(int64_t stream);
 void host_wait_read(int64_t stream);
-void host_wait_device();
+void host_wait_device(int device);
 
 } // namespace sim

@@ -63,7 +63,7 @@ void split_with_sizes_copy_out(
   dim = c10::maybe_wrap_dim(dim, self.dim());
   c10::DataPtr table;
   if (self.is_non_overlapping_and_dense() && are_dense(out) && are_of(out, self.scalar_type()))
-    table = allocator().allocate(sizeof(int64_t) * numbers_to_split(self, sizes, dim));
+    table = allocator(self.device().index()).allocate(sizeof(int64_t) * numbers_to_split(self, sizes, dim));
   launch("aten::split_with_sizes_copy.out", {self}, out.vec(), [sizes = sizes.vec(), dim](auto& from, auto& to) {
     at::split_with_sizes_copy_out(to, from[0], sizes, dim);
   });
@@ -75,7 +75,8 @@ at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, a
   auto dtype = tensors[0].scalar_type();
   bool is_cast = dtype == at::kBFloat16 && out.scalar_type() == at::kFloat;
   if (are_dense(tensors) && (is_cast || dtype == out.scalar_type()))
-    table = allocator().allocate(sizeof(int64_t) * numbers_to_concatenate(tensors, dim, chunks, out.element_size()));
+    table = allocator(out.device().index())
+                .allocate(sizeof(int64_t) * numbers_to_concatenate(tensors, dim, chunks, out.element_size()));
   launch("aten::_chunk_cat.out", tensors.vec(), {out}, [dim, chunks](auto& from, auto& to) {
     at::Tensor result = to[0];
     at::_chunk_cat_out(result, from, dim, chunks);
@@ -106,7 +107,7 @@ std::vector<at::Tensor> foreach_norm(
   double p = order.toDouble();
   c10::DataPtr buffer;
   if (are_dense(tensors) && are_of(tensors, tensors[0].scalar_type()) && (p == 1 || p == 2 || std::isinf(p)))
-    buffer = allocator().allocate(bytes_to_norm(tensors, type));
+    buffer = allocator(tensors[0].device().index()).allocate(bytes_to_norm(tensors, type));
   Tensors norms;
   for (size_t i = 0; i < tensors.size(); ++i) norms.push_back(at::empty({}, tensors[0].options().dtype(type)));
   launch("aten::_foreach_norm.Scalar", tensors.vec(), norms, [order, dtype](auto& from, auto& to) {

@@ -17,14 +17,18 @@ namespace {
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
+CachingAllocator& allocator_of(std::optional<at::Device> device) {
+  return allocator(device_with(device ? device->index() : static_cast<c10::DeviceIndex>(-1)).index());
+}
+
 at::Tensor empty_memory_format(
     at::IntArrayRef sizes,
     std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool>,
     std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(sizes, &allocator(), kKeys, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(sizes, &allocator_of(device), kKeys, c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
@@ -32,9 +36,9 @@ at::Tensor empty_strided(
     at::IntArrayRef strides,
     std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool>) {
-  return at::detail::empty_strided_generic(sizes, strides, &allocator(), kKeys, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(sizes, strides, &allocator_of(device), kKeys, c10::dtype_or_default(dtype));
 }
 
 at::Tensor strided_view(
@@ -100,7 +104,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {
-  allocator().recordStream(self.storage().data_ptr(), stream);
+  allocators().recordStream(self.storage().data_ptr(), stream);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
