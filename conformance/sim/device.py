@@ -19,7 +19,8 @@ from conformance.importing import load_module
 from conformance.numerics.device_operators import fused_norms
 from conformance.sim import generators, torch_sim
 from conformance.sim.building import MODULE
-from conformance.sim.extension import NAME, extension
+from conformance.sim.extension import NAME as NAME
+from conformance.sim.extension import extension
 from conformance.sim.schedules import Schedule
 from conformance.sim.trace import Access
 

@@ -57,12 +57,12 @@ def manual_seed(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed the default generator of the current device with a number that nobody can predict."""
+    """Seed the default generator of the current device with a number from the operating system."""
     default_generator(None).seed()
 
 
 def seed_all() -> None:
-    """Seed the default generators of all devices with one number that nobody can predict."""
+    """Seed the default generators of all devices with one number from the operating system."""
     torch_sim.manual_seed_all(torch.seed())
 
 

@@ -63,3 +63,27 @@ def _call(check: Callable[..., None], compiled: Path, arguments: tuple[object, .
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
+
+
+def enabled_exit_code(check: Callable[[], None], *, devices: int) -> int:
+    """Return the exit code of a process that has made `sim` its accelerator, as any program does, and calls `check`."""
+    if library() is None:
+        return 0
+    process = context().Process(target=_call_enabled, args=(check, devices))
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _call_enabled(check: Callable[[], None], devices: int) -> None:
+    from conformance.sim.enabling import enable
+
+    enable("lazy", devices)
+    try:
+        check()
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,201 @@
+"""Any program on the simulated device: the door, several devices, random numbers, children, and `conformance sim run`."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
+from tests.support.simulated_processes import enabled_exit_code, library
+
+LIMIT_S = 120.0
+
+
+def devices_have_memory_and_streams_of_their_own() -> None:
+    one, other = torch.ones(3, device="sim:1"), torch.ones(3, device="sim")
+    assert (torch.accelerator.device_count(), other.device) == (2, torch.device("sim", 0))
+    with pytest.raises(RuntimeError, match="same device.*sim:1 and sim:0"):
+        one + other
+    with pytest.raises(RuntimeError, match="invalid device ordinal: sim:2 of 2"):
+        torch.ones(1, device="sim:2")
+    assert torch.sim.memory_allocated(0) == torch.sim.memory_allocated(1) == 512
+    with torch.sim.device(1):
+        assert (one * 2).device == torch.device("sim", torch.sim.current_device())
+        stream = torch.sim.Stream()
+    assert torch.sim.current_device() == 0
+    with torch.sim.stream(stream):
+        assert torch.sim.current_stream() == stream
+        assert torch.sim.current_stream(0) == torch.sim.default_stream(0)
+    (segment,) = torch.sim.memory_snapshot(1)
+    assert segment["total_size"] == torch.sim.memory_reserved(1)
+    assert [block["state"] for block in segment["blocks"]][0] == "active_allocated"
+
+
+def copies_between_devices_wait_for_both() -> None:
+    """The source's stream copies what it has so far into memory with which the other device's is done."""
+    source, target = torch.zeros(4, device="sim:0"), torch.full((4,), 7.0, device="sim:1")
+    for _ in range(3):
+        source.add_(1)
+        read = target * 1
+        target.copy_(source)
+        source.zero_()
+        assert target.tolist() == [1.0] * 4
+        assert read.tolist() in ([7.0] * 4, [1.0] * 4)
+
+
+def generators_are_seeded_and_restored() -> None:
+    torch.manual_seed(3)
+    state = torch.sim.get_rng_state()
+    first, second = torch.randn(20, device="sim"), torch.randn(20, device="sim")
+    host = torch.randn(20)
+    assert torch.equal(first.cpu(), host), "the first numbers are the CPU's, whose state is another"
+    assert not torch.equal(first, second)
+    torch.sim.set_rng_state(state)
+    assert torch.equal(torch.randn(20, device="sim"), first)
+    generator = torch.Generator(device="sim:1").manual_seed(3)
+    assert torch.equal(torch.randn(20, generator=generator, device="sim:1").cpu(), host)
+    with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator"):
+        torch.randn(2, generator=torch.Generator().manual_seed(1), device="sim")
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        torch.rand(3, device="sim")
+    assert torch.equal(torch.randn(20, device="sim"), second)
+
+
+def events_are_timed() -> None:
+    start, end = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
+    start.record()
+    torch.ones(4, device="sim").exp_()
+    end.record()
+    with pytest.raises(RuntimeError, match="completed"):
+        start.elapsed_time(end)
+    torch.sim.synchronize()
+    assert start.elapsed_time(end) >= 0
+    assert isinstance(start, torch.sim.Event)
+    assert isinstance(torch.sim.current_stream(), torch.sim.Stream)
+
+
+def forks_before_the_first_tensor_have_the_device() -> None:
+    assert exit_code_of_fork(lambda: torch.ones(2, device="sim").sum().item()) == 0
+    torch.ones(1, device="sim")
+    with pytest.raises(RuntimeError, match="forked subprocess"):
+        in_fork(lambda: torch.ones(2, device="sim"))
+
+
+def exit_code_of_fork(check: Callable[[], object]) -> int:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        check()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def in_fork(check: Callable[[], object]) -> None:
+    """Call `check` in a fork; raises the RuntimeError of the fork."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            check()
+        except RuntimeError as error:
+            os.write(write, str(error).encode()[:1000])
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    if message := os.read(read, 1000):
+        raise RuntimeError(message.decode())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        devices_have_memory_and_streams_of_their_own,
+        copies_between_devices_wait_for_both,
+        generators_are_seeded_and_restored,
+        events_are_timed,
+        forks_before_the_first_tensor_have_the_device,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_programs_have(check: Callable[[], None]) -> None:
+    assert enabled_exit_code(check, devices=2) == 0
+
+
+def output_of(*command: str, status: int = 0, **variables: str) -> str:
+    """Return the output of a Python command; nothing where no compiler can build the device."""
+    done = subprocess.run(
+        [sys.executable, *command], env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == status, done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+DATA = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, pin_memory=True, num_workers=1):
+    print(x.is_pinned(), x.to("sim", non_blocking=True).sum().item())
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+def test_the_environment_gives_the_device_to_a_process_that_imports_torch() -> None:
+    assert output_of("-c", DATA, **{SCHEDULE_VARIABLE: "lazy"}) == "True 6.0\nTrue 22.0\n"
+    assert "unknown" not in output_of("-c", "import conformance.simulated_device, torch; torch.ones(1, device='sim')")
+    wrong = output_of("-c", "import torch", status=1, **{SCHEDULE_VARIABLE: "late"})
+    assert "write eager, lazy" in wrong
+
+
+RANK = """
+import os, sys
+import torch
+import torch.distributed as dist
+accelerator = torch.accelerator.current_accelerator()
+torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("cpu:gloo,sim:simccl")
+x = torch.full((2,), dist.get_rank() + 1.0, device=accelerator)
+dist.all_reduce(x)
+if dist.get_rank() == 0:
+    x.tolist()  # rank 1 does not wait for its device, but for rank 0 on the host
+host = torch.ones(1)
+dist.all_reduce(host)
+if dist.get_rank() == 1:
+    print(x.device, x.tolist(), sys.argv[1:])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+def test_a_script_runs_in_several_ranks_each_on_its_device(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANK)
+    out = output_of("-m", "conformance", "sim", "run", "--world", "2", str(script), "--schedule", "mine")
+    assert "sim:1 [3.0, 3.0] ['--schedule', 'mine']" in out
+
+
+TESTS = """
+import torch
+
+def test_sum():
+    assert torch.ones(2, device="sim:1").sum().item() == 2
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+def test_tests_of_any_project_run_on_the_device(tmp_path: Path) -> None:
+    (tmp_path / "test_sum.py").write_text(TESTS)
+    pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
+    assert "1 passed" in output_of(*pytest_command, "--sim", "--sim-devices", "2")
+    assert "write a number from 1 to 8" in output_of(*pytest_command, "--sim", "--sim-devices", "9", status=4)
+    assert "1 failed" in output_of(*pytest_command, status=1, **{DEVICES_VARIABLE: ""})
+
+
+def test_programs_that_are_missing_are_usage_errors() -> None:
+    assert "is no file" in output_of("-m", "conformance", "sim", "run", "nothing.py", status=4)
+    assert "no program" in output_of("-m", "conformance", "sim", "run", status=4)
