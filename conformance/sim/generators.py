@@ -16,6 +16,7 @@ from conformance.sim.torch_sim import Device, default_generator, device_count
 
 def install() -> None:
     """Give `torch_sim` the functions of this module."""
+    torch_sim._initialized = True
     torch_sim.default_generators = tuple(default_generator(index) for index in range(device_count()))
     for function in (
         get_rng_state,

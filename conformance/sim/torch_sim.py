@@ -13,8 +13,8 @@ import torch
 
 from conformance.sim.extension import NAME, extension
 
-_initialized = True
-"""Flag that torch.utils.checkpoint asks for before it keeps the states of generators."""
+_initialized = False
+"""Flag that torch.utils.checkpoint asks for before it keeps the states of generators; True if the devices have them."""
 default_generators: tuple[torch.Generator, ...] = ()
 """Default generator of each device; empty where the devices sample from the CPU's."""
 Device = int | str | torch.device | None
