@@ -91,7 +91,7 @@ def entries_of(
     ]
     for position, each in enumerate(noted[first:], first):
         if each.kind in ("op", "host"):
-            entry = _operation(memory, each, site(position))
+            entry: Entry | None = _operation(memory, each, site(position))
         else:
             entry = _follow(memory, each, reads_order)
         if entry is not None:

@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -22,7 +22,9 @@ from conformance.instruments.facts import StreamFacts
 from conformance.instruments.happens_before import HOST
 from conformance.instruments.streams import Site, TracedStep, assigned_name, site_of, stream_facts
 from conformance.sim import device as simulated
-from conformance.sim.trace import Access as Noted
+
+if TYPE_CHECKING:
+    from conformance.sim.trace import Access as Noted
 
 
 class DeviceStreamTrace(TracedStep):

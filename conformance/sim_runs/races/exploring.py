@@ -2,16 +2,18 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from conformance.sim_runs.races.differences import differences
 from conformance.sim_runs.races.findings import Coverage, Exploration, Pair, ScheduleRun, Smallest
 from conformance.sim_runs.races.program import Program
 from conformance.sim_runs.races.runs import Run, run_under
 from conformance.sim_runs.races.smallest import smallest_delay
-from conformance.sim_runs.races.unordered import Program, pairs
+from conformance.sim_runs.races.unordered import Group, groups, key
 from reference_trainer.checks import UsageError
 
 LIMIT_S = 600.0
@@ -41,14 +43,75 @@ def explore(
         return _Search(command, Path(directory), environment, limit_s, report).explore(schedules)
 
 
+class _Inverted(NamedTuple):
+    """Unordered pair that a run executed the other way round than it was issued."""
+
+    group: object
+    """Key of the pair's operators, streams and lines."""
+    process: str
+    first: int
+    second: int
+
+
 class _Outcome(NamedTuple):
     """Run, without its traces."""
 
     summary: ScheduleRun
     order: int
     """Hash of the order of execution of all processes."""
-    inverted: frozenset[int]
-    """Indices of the pairs that ran the other way round than they were issued."""
+    inverted: frozenset[_Inverted]
+
+    @property
+    def differs(self) -> bool:
+        """True if bits, or the end, are not those of the eager run."""
+        return bool(self.summary.differences)
+
+
+class _Pairs:
+    """Unordered pairs of all processes, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, Pair] = {}
+
+    def __len__(self) -> int:
+        return sum(len(numbers) for pair in self._first.values() for numbers in pair.members.values())
+
+    def add(self, process: str, found: Iterable[Group]) -> None:
+        """Add the pairs of a process, unless those with the same operators, streams and lines are known there."""
+        for group in found:
+            self._first.setdefault(key(group.pair), group.pair).members.setdefault(process, group.numbers)
+
+    def inverted(self, run: Run) -> frozenset[_Inverted]:
+        """Return the pairs of operators that a run executed the other way round."""
+        ranks = {name: _ranks(program) for name, program in run.programs.items()}
+        return frozenset(
+            _Inverted(group, process, *numbers)
+            for group, pair in self._first.items()
+            for process, members in pair.members.items()
+            for numbers in members
+            if _is_inverted(*numbers, ranks.get(process, {}))
+        )
+
+    def described(self, outcomes: Sequence[_Outcome]) -> list[Pair]:
+        """Return the pairs with the schedules that ran them the other way round."""
+        inverted = [(outcome.summary.schedule, {pair.group for pair in outcome.inverted}) for outcome in outcomes]
+        return [
+            replace(pair, inverted_under=[schedule for schedule, groups in inverted if group in groups])
+            for group, pair in self._first.items()
+        ]
+
+    def first_operators(self, inverted: Iterable[_Inverted]) -> list[int]:
+        """Return the first operator that was inverted in the pairs of each kind."""
+        first: dict[object, int] = {}
+        for pair in sorted(inverted, key=lambda pair: pair.first):
+            first.setdefault(pair.group, pair.first)
+        return [*dict.fromkeys(first[group] for group in self._first if group in first)]
+
+    def indices(self, inverted: Iterable[_Inverted], delayed: range) -> list[int]:
+        """Return the indices of pairs among those that were inverted; those that a delay explains, if there are any."""
+        by_delay = {pair.group for pair in inverted if pair.first in delayed}
+        explaining = by_delay or {pair.group for pair in inverted}
+        return [index for index, group in enumerate(self._first) if group in explaining]
 
 
 class _Search:
@@ -58,40 +121,39 @@ class _Search:
         self._command, self._directory, self._environment = list(command), directory, dict(environment)
         self._limit_s, self._report = limit_s, report
         self._count = 0
-        self._pairs: dict[object, Pair] = {}
-        """Unordered pairs by operators, streams and lines."""
+        self._pairs, self._held = _Pairs(), _Pairs()
 
     def explore(self, schedules: int) -> Exploration:
         self._eager = eager = self._run("eager")
         if not eager.programs:
             raise UsageError(f"no process of {' '.join(self._command)} ended and used the device:\n{eager.ending}")
         again = differences(eager, self._run("eager"))
-        held = [pair for program in eager.programs.values() for pair in self._check(program)]
+        for name, program in eager.programs.items():
+            free, held = groups(program)
+            self._pairs.add(name, free)
+            self._held.add(name, held)
         outcomes = [self._outcome(eager)]
         outcomes += [self._outcome(self._run(schedule)) for schedule in _after_eager(eager, schedules)]
-        failing = [outcome for outcome in outcomes if outcome.summary.differences]
-        found = self._smallest(failing[0]) if failing and not again else None
-        smallest, shortest = found or (None, failing[0] if failing else outcomes[0])
-        all_pairs = [*self._pairs.values()]
+        failing = [outcome for outcome in outcomes if outcome.differs]
+        smallest, shortest = None, failing[0] if failing else outcomes[0]
+        delayed = range(0)
+        if failing and not again and (found := self._smallest(failing[0])):
+            smallest, shortest, delayed = found
         return Exploration(
             command=self._command,
             processes=[*eager.programs],
             operators=sum(len(program.positions) for program in eager.programs.values()),
             runs=[outcome.summary for outcome in outcomes],
             nondeterministic=again,
-            pairs=all_pairs,
-            shown=[
-                [outcome.summary.schedule for outcome in failing if index in outcome.inverted]
-                for index in range(len(all_pairs))
-            ],
-            held_by_waits=held,
+            pairs=self._pairs.described(outcomes),
+            held_by_waits=self._held.described([]),
             queries=[*dict.fromkeys(place for program in eager.programs.values() for place in program.queries())],
             smallest=smallest,
-            explained_by=sorted(shortest.inverted),
+            explained_by=self._pairs.indices(shortest.inverted, delayed),
             coverage=Coverage(
                 runs=len(outcomes),
                 orders=len({outcome.order for outcome in outcomes}),
-                pairs=len(all_pairs),
+                pairs=len(self._pairs),
                 pair_orders=len({outcome.inverted for outcome in outcomes}),
             ),
         )
@@ -108,59 +170,51 @@ class _Search:
         self._report(f"{schedule}: status {run.status}, {run.duration_s:.1f} s")
         return run
 
-    def _check(self, program: Program) -> list[Pair]:
-        """Add the unordered pairs of a trace to those that are known; returns the pairs that waits hold together."""
-        unordered, held = pairs(program)
-        for pair in unordered:
-            self._pairs.setdefault(_key(pair), pair)
-        return held
-
     def _outcome(self, run: Run) -> _Outcome:
-        """Compare a run with the eager one, and its order of execution with that of the trace.
-
-        Only a run in which the host comes too early has its access in the trace, which is then checked.
-        """
-        is_eager = run is self._eager
-        host_keys: set[object] = set()
-        for program in () if is_eager else run.programs.values():
-            if any(entry.kind == "host" for entry in program.trace):
-                early = [pair for pair in pairs(program)[0] if not pair.second.number]
-                host_keys |= {_key(pair) for pair in early}
-                for pair in early:
-                    self._pairs.setdefault(_key(pair), pair)
-        ranks = {name: _ranks(program) for name, program in run.programs.items()}
-        inverted = frozenset(
-            index
-            for index, (key, pair) in enumerate(self._pairs.items())
-            if key in host_keys or _is_inverted(pair, ranks.get(pair.process, {}))
-        )
-        differing = [] if is_eager else differences(self._eager, run)
+        """Compare a run with the eager one, and its order of execution with that of the trace."""
+        early = self._early(run)
+        differing = [] if run is self._eager else differences(self._eager, run)
         ending = run.ending if run.status != self._eager.status else ""
         order = hash(tuple((name, *program.recorded.order) for name, program in run.programs.items()))
-        return _Outcome(ScheduleRun(run.schedule, run.status, run.duration_s, differing, ending), order, inverted)
+        summary = ScheduleRun(run.schedule, run.status, run.duration_s, differing, ending)
+        return _Outcome(summary, order, self._pairs.inverted(run) | early)
 
-    def _smallest(self, failing: _Outcome) -> tuple[Smallest, _Outcome] | None:
-        """Return the smallest range of delayed operators that changes bits, with its run."""
+    def _early(self, run: Run) -> frozenset[_Inverted]:
+        """Return the pairs in which the host came before a copy; only the trace of a run where it did has them."""
+        found = [
+            (name, group)
+            for name, program in run.programs.items()
+            if any(entry.kind == "host" for entry in program.trace)
+            for group in groups(program)[0]
+            if not group.pair.second.number
+        ]
+        for name, group in found:
+            self._pairs.add(name, [group])
+        return frozenset(
+            _Inverted(key(group.pair), name, *numbers) for name, group in found for numbers in group.numbers
+        )
+
+    def _smallest(self, failing: _Outcome) -> tuple[Smallest, _Outcome, range] | None:
+        """Return the smallest range of delayed operators that changes bits, and its run."""
         tried: dict[tuple[int, int], _Outcome] = {}
 
         def differs(first: int, last: int) -> bool:
             outcome = tried[first, last] = self._outcome(self._run(f"delay:{first}-{last}"))
-            return bool(outcome.summary.differences)
+            return outcome.differs
 
-        all_pairs = [*self._pairs.values()]
-        numbers = [all_pairs[index].first.number for index in sorted(failing.inverted)]
+        candidates = self._pairs.first_operators(failing.inverted)[:_CANDIDATES]
         programs = self._eager.programs
         last = max(max(program.positions) for program in programs.values())
-        found = smallest_delay(differs, [*dict.fromkeys(numbers)][:_CANDIDATES], last, runs=_SEARCH_RUNS)
+        found = smallest_delay(differs, candidates, last, runs=_SEARCH_RUNS)
         if found is None:
             return None
         outcome = tried[found]
-        in_pairs = [all_pairs[index].process for index in sorted(outcome.inverted)]
+        in_pairs = sorted(pair.process for pair in outcome.inverted)
         changed = [difference.process for difference in outcome.summary.differences]
         process = next(name for name in (*in_pairs, *changed, *programs) if name in programs)
         delayed = [programs[process].operator(number) for number in dict.fromkeys(found)]
-        schedule = outcome.summary.schedule
-        return Smallest(schedule, failing.summary.schedule, delayed, process, len(tried)), outcome
+        smallest = Smallest(outcome.summary.schedule, failing.summary.schedule, delayed, process, len(tried))
+        return smallest, outcome, range(found[0], found[1] + 1)
 
 
 def _after_eager(eager: Run, schedules: int) -> list[str]:
@@ -170,17 +224,12 @@ def _after_eager(eager: Run, schedules: int) -> list[str]:
     return [*systematic, *(f"random:{seed}" for seed in range(1, schedules - len(systematic)))]
 
 
-def _key(pair: Pair) -> object:
-    places = [(issued.operator, issued.stream, issued.program) for issued in (pair.first, pair.second)]
-    return pair.process, *places, pair.is_reuse
-
-
 def _ranks(program: Program) -> dict[int, int]:
     """Return the place of each operator in the order of execution, by its number."""
     return {number: place for place, number in enumerate(program.recorded.order)}
 
 
-def _is_inverted(pair: Pair, ranks: Mapping[int, int]) -> bool:
+def _is_inverted(first: int, second: int, ranks: Mapping[int, int]) -> bool:
     """Return whether the second operator of a pair ran before the first, or alone."""
-    second = ranks.get(pair.second.number)
-    return second is not None and ranks.get(pair.first.number, len(ranks)) > second
+    place = ranks.get(second)
+    return place is not None and ranks.get(first, len(ranks)) > place

@@ -21,18 +21,23 @@ class Issued(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two operators that access the same bytes, one of them writing, on streams that no event orders."""
+    """Two operators that access the same bytes, one of them writing, on streams that no event orders.
 
-    process: str
+    It stands for all pairs with the same operators, streams and lines.
+    """
+
     first: Issued
     second: Issued
-    released: Place | None
-    """Line that let go of the memory of the first, where the second is the next to get it; otherwise None."""
     is_reuse: bool
-    count: int
-    """Number of such pairs with the same operators, streams and lines."""
-    wait: Place | None = None
+    """True if the memory of the first was released in between, and the second is the next that may get it."""
+    released: Place | None
+    """Line that released it."""
+    wait: Place | None
     """Line at which the host's wait for a number, or for all streams, is the only thing that orders the pair."""
+    members: dict[str, list[tuple[int, int]]]
+    """Numbers of both operators of each such pair, by process; an access of the host has number 0."""
+    inverted_under: list[str]
+    """Schedules that ran one of the pairs the other way round than it was issued."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -68,7 +73,7 @@ class Smallest(msgspec.Struct, frozen=True):
     found_from: str
     """Schedule that showed the difference first."""
     delayed: list[Issued]
-    """Delayed operator of each process; the first of them if there are several, and the last."""
+    """The delayed operator, or the first and the last of them, in one process."""
     process: str
     runs: int
     """Number of runs that the search needed."""
@@ -81,9 +86,9 @@ class Coverage(msgspec.Struct, frozen=True):
     orders: int
     """Distinct orders in which the operators ran."""
     pairs: int
-    """Unordered pairs that two schedules could run either way round."""
+    """Unordered pairs, which a schedule may run either way round."""
     pair_orders: int
-    """Distinct orders of these pairs."""
+    """Distinct orders of all these pairs."""
 
 
 class Exploration(msgspec.Struct, frozen=True):
@@ -97,15 +102,14 @@ class Exploration(msgspec.Struct, frozen=True):
     nondeterministic: list[Difference]
     """Differences between two eager runs: those of other schedules then show nothing."""
     pairs: list[Pair]
-    shown: list[list[str]]
-    """For each pair the schedules that change bits and run it the other way round."""
     held_by_waits: list[Pair]
     """Pairs that only the host's waits order."""
     queries: list[Place]
     """Lines that ask whether a stream or an event is done: the answer depends on the schedule."""
     smallest: Smallest | None
     explained_by: list[int]
-    """Indices of the pairs that the smallest schedule, or else the first that changes bits, runs the other way round."""
+    """Indices of the pairs that the smallest schedule, or else the first that changes bits, runs the other way round;
+    if a delayed operator is the first of some of them, of these alone."""
     coverage: Coverage
 
     @property

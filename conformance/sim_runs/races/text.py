@@ -62,32 +62,45 @@ def _pairs(exploration: Exploration) -> Iterator[str]:
         yield "unordered pairs: none"
         return
     yield "unordered pairs: these access the same bytes, one of them writes, and no event orders them"
-    for number, (pair, schedules) in enumerate(zip(exploration.pairs, exploration.shown, strict=True), 1):
-        if number > _SHOWN_PAIRS:
-            yield f"  and {len(exploration.pairs) - _SHOWN_PAIRS} more"
-            return
-        yield from _pair(number, pair)
-        yield f"     bits change under {', '.join(schedules)}" if schedules else "     no schedule shows it"
+    changing = {run.schedule for run in exploration.runs if run.differences}
+    for number, pair in enumerate(exploration.pairs[:_SHOWN_PAIRS], 1):
+        yield f"  {number}. {_members(pair)}"
+        yield from _pair(pair)
+        yield f"     {_inverted(pair, changing)}"
+    yield from _more(exploration.pairs)
 
 
-def _pair(number: int, pair: Pair) -> Iterator[str]:
-    times = f", {pair.count} times" if pair.count > 1 else ""
-    yield f"  {number}. {pair.process}{times}"
+def _members(pair: Pair) -> str:
+    count = sum(map(len, pair.members.values()))
+    return ", ".join(pair.members) + (f": {count} pairs, the first" if count > 1 else "")
+
+
+def _pair(pair: Pair) -> Iterator[str]:
     yield f"     {_issued(pair.first)}"
     if pair.is_reuse:
-        yield f"     its memory is let go at {_at(pair.released)} and may be given to"
+        yield f"     its memory is released at {_at(pair.released)} and may next be given to"
     yield f"     {_issued(pair.second)}"
+
+
+def _inverted(pair: Pair, changing: set[str]) -> str:
+    if not pair.inverted_under:
+        return "no schedule of these ran it the other way round"
+    shown = [f"{schedule} (other bits)" if schedule in changing else schedule for schedule in pair.inverted_under]
+    return f"the other way round under {', '.join(shown)}"
+
+
+def _more(pairs: list[Pair]) -> Iterator[str]:
+    if len(pairs) > _SHOWN_PAIRS:
+        yield f"  and {len(pairs) - _SHOWN_PAIRS} more, in the JSON file"
 
 
 def _held(exploration: Exploration) -> Iterator[str]:
     if exploration.held_by_waits:
         yield "ordered only because the host waits for a number, a copy or all streams:"
     for pair in exploration.held_by_waits[:_SHOWN_PAIRS]:
-        yield f"  {pair.process}, wait at {_at(pair.wait)}"
-        yield f"     {_issued(pair.first)}"
-        yield f"     {_issued(pair.second)}"
-    if len(exploration.held_by_waits) > _SHOWN_PAIRS:
-        yield f"  and {len(exploration.held_by_waits) - _SHOWN_PAIRS} more"
+        yield f"  {_members(pair)}, wait at {_at(pair.wait)}"
+        yield from _pair(pair)
+    yield from _more(exploration.held_by_waits)
 
 
 def _coverage(exploration: Exploration) -> Iterator[str]:
@@ -108,7 +121,7 @@ def _difference(difference: Difference) -> str:
 def _issued(issued: Issued) -> str:
     number = f" (operator {issued.number})" if issued.number else ""
     node = f" in {issued.node}" if issued.node else ""
-    inner = f", in torch {_at(issued.torch)}" if issued.torch else ""
+    inner = f", in {_at(issued.torch)}" if issued.torch else ""
     return f"{issued.operator}{number} on {issued.stream}: {_at(issued.program)}{node}{inner}"
 
 
@@ -116,5 +129,6 @@ def _at(place: Place | None) -> str:
     if place is None:
         return "an unknown line"
     file = Path(place.file)
-    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    installed = place.file.rpartition("/site-packages/")[2]
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else installed
     return f"{shown}:{place.line} ({place.function})"

@@ -1,27 +1,37 @@
 """Unordered pairs of operators in the trace of a process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from conformance.experiments.device_entries import entries_of
 from conformance.instruments.happens_before import Race, unordered
 from conformance.sim.recorded import Place
 from conformance.sim.trace import Bytes
-from conformance.sim_runs.races.findings import Pair
+from conformance.sim_runs.races.findings import Issued, Pair
 from conformance.sim_runs.races.program import Program
 
-_READS = ("host_wait_read", "host_wait_device")
+
+class Group(NamedTuple):
+    """Unordered pairs of a process with the same operators, streams and lines; the first stands for all."""
+
+    pair: Pair
+    numbers: list[tuple[int, int]]
+    """Numbers of both operators of each pair; an access of the host has number 0."""
 
 
-def pairs(program: Program) -> tuple[list[Pair], list[Pair]]:
-    """Return the unordered pairs of a process, and those that only the host's waits for all it reads order."""
+def key(pair: Pair) -> object:
+    """Return an object that is equal for pairs that only other numbers and processes tell apart."""
+    return (*((issued.operator, issued.stream, issued.program) for issued in (pair.first, pair.second)), pair.is_reuse)
+
+
+def groups(program: Program) -> tuple[list[Group], list[Group]]:
+    """Return the unordered pairs of a process, and the pairs that only waits of the host order."""
     ordered_by_reads = _races(program, reads_order=True)
     known = {_positions(race) for race in ordered_by_reads}
     held = [race for race in _races(program, reads_order=False) if _positions(race) not in known]
-    return _grouped(program, ordered_by_reads), [
-        msgspec.structs.replace(pair, wait=_wait_between(program, pair)) for pair in _grouped(program, held)
-    ]
+    return _grouped(program, ordered_by_reads, is_held=False), _grouped(program, held, is_held=True)
 
 
 def _races(program: Program, *, reads_order: bool) -> list[Race]:
@@ -34,26 +44,21 @@ def _positions(race: Race) -> tuple[int, int]:
     return race.first.site, race.second.site
 
 
-def _grouped(program: Program, races: Sequence[Race]) -> list[Pair]:
-    """Return the first pair of each two operators, streams and lines, with the number of pairs."""
-    groups: dict[tuple[object, ...], tuple[Race, int]] = {}
+def _grouped(program: Program, races: Sequence[Race], *, is_held: bool) -> list[Group]:
+    found: dict[object, Group] = {}
     for race in races:
-        places = (program.site(program.trace[position]).program for position in _positions(race))
-        streams = race.first.stream, race.second.stream
-        kind = (race.first.operator, race.second.operator, *streams, *places, race.reused)
-        first, count = groups.get(kind, (race, 0))
-        groups[kind] = first, count + 1
-    return [_pair(program, race, count) for race, count in groups.values()]
-
-
-def _pair(program: Program, race: Race, count: int) -> Pair:
-    first, second = map(program.issued, _positions(race))
-    released = _released(program, race) if race.reused else None
-    return Pair(program.name, first, second, released, race.reused, count)
+        first, second = map(program.issued, _positions(race))
+        pair = Pair(first, second, race.reused, None, None, {}, [])
+        if key(pair) not in found:
+            released = _released(program, race) if race.reused else None
+            wait = _wait_after(program, first) if is_held else None
+            found[key(pair)] = Group(replace(pair, released=released, wait=wait), [])
+        found[key(pair)].numbers.append((first.number, second.number))
+    return [*found.values()]
 
 
 def _released(program: Program, race: Race) -> Place | None:
-    """Return the line that let go of the memory that the first operator accesses."""
+    """Return the line that released the memory that the first operator accesses."""
     entry = program.trace[race.first.site]
     ranges = zip((*entry.reads, *entry.writes), race.first.accesses, strict=True)
     accessed = [at for at, access in ranges if access.storage == race.storage]
@@ -67,15 +72,11 @@ def _contains(freed: Bytes, at: Bytes) -> bool:
     return freed[0] == at[0] and freed[1] <= at[1] < freed[2]
 
 
-def _wait_between(program: Program, pair: Pair) -> Place | None:
-    """Return the line of the first wait of the host after the first operator that covers the operator's stream."""
-    first = program.positions[pair.first.number]
-    stream = program.trace[first].stream
-    return next(_waits(program, first, stream), None)
-
-
-def _waits(program: Program, first: int, stream: int) -> Iterator[Place]:
-    for entry in program.trace[first:]:
-        if entry.kind in _READS and (entry.stream == stream or entry.kind == "host_wait_device"):
-            if place := program.site(entry).program:
-                yield place
+def _wait_after(program: Program, first: Issued) -> Place | None:
+    """Return the line of the first wait of the host after an operator that covers the operator's stream."""
+    position = program.positions[first.number]
+    stream = program.trace[position].stream
+    for entry in program.trace[position:]:
+        if entry.kind == "host_wait_device" or (entry.kind == "host_wait_read" and entry.stream == stream):
+            return program.site(entry).program
+    return None
