@@ -9,33 +9,22 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from conformance.experiments.device_entries import entries_of
 from conformance.instruments.accesses import accessed_tensors, byte_range
 from conformance.instruments.dispatch_tap import OutcomeHandler
 from conformance.instruments.facts import StreamFacts
-from conformance.instruments.happens_before import (
-    HOST,
-    Access,
-    Allocation,
-    Entry,
-    HostSynchronize,
-    HostWait,
-    Operation,
-    Record,
-    Recorded,
-    Release,
-    Wait,
-)
+from conformance.instruments.happens_before import HOST
 from conformance.instruments.streams import Site, TracedStep, assigned_name, site_of, stream_facts
 from conformance.sim import device as simulated
-from conformance.sim.trace import Access as Noted
-from conformance.sim.trace import Bytes
+
+if TYPE_CHECKING:
+    from conformance.sim.trace import Access as Noted
 
 
 class DeviceStreamTrace(TracedStep):
@@ -115,93 +104,3 @@ def _note_host(operator: str, accesses: Sequence[tuple[Tensor, bool]]) -> None:
             start, stop = byte_range(tensor)
             address = tensor.untyped_storage().data_ptr() + start
             simulated.host_access(operator, address, stop - start, write=writes)
-
-
-@dataclass
-class _Memory:
-    """Allocated memory: which storage the bytes of a block belong to at a point of the trace."""
-
-    storages: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=dict)
-    """End, storage and stream of allocated memory, by block and first byte."""
-    count: int = 0
-
-    def allocate(self, at: Bytes, stream: int) -> int:
-        """Return the number of a new storage."""
-        block, begin, end = at
-        self.count += 1
-        self.storages.setdefault(block, {})[begin] = (end, self.count, stream)
-        return self.count
-
-    def release(self, at: Bytes) -> int | None:
-        """Return the number of a storage that is no longer allocated; None for one that was allocated before all."""
-        block, begin, _ = at
-        return self.storages.get(block, {}).pop(begin, (0, None, 0))[1]
-
-    def storage_of(self, at: Bytes) -> int:
-        """Return the number of the storage of bytes, a negative one for a block that was allocated before the trace."""
-        block, begin, _ = at
-        for first, (end, storage, _) in self.storages.get(block, {}).items():
-            if first <= begin < end:
-                return storage
-        return -1 - 2 * abs(block) - (block < 0)
-
-
-def entries_of(noted: Sequence[Noted], *, first: int, site: Callable[[int], Site | None]) -> list[Entry]:
-    """Return the checker's entries for a device's trace, from position `first` on.
-
-    `site` returns where the entry at a position was issued.
-    """
-    memory = _Memory()
-    for each in noted[:first]:
-        _follow(memory, each)
-    entries: list[Entry] = [
-        Allocation(storage, stream)
-        for block, allocated in memory.storages.items()
-        for _, storage, stream in allocated.values()
-        if block > 0
-    ]
-    for position, each in enumerate(noted[first:], first):
-        entry = _operation(memory, each, site(position)) if each.kind in ("op", "host") else _follow(memory, each)
-        if entry is not None:
-            entries.append(entry)
-    return entries
-
-
-def _operation(memory: _Memory, noted: Noted, site: Site | None) -> Operation | None:
-    accesses = [
-        Access(memory.storage_of(at), at[1], at[2], writes)
-        for ranges, writes in ((noted.reads, False), (noted.writes, True))
-        for at in ranges
-    ]
-    return Operation(noted.stream, noted.name, accesses, site) if accesses else None
-
-
-def _follow(memory: _Memory, noted: Noted) -> Entry | None:
-    """Return the entry for events, waits and the allocator, whose blocks `memory` follows.
-
-    Memory that waits for streams is released at once, but for their uses: when the memory is free, it may be reused as
-    early as any allocator may. Pinned memory is handed out when no stream uses it any longer.
-
-    The host's waiting for what it reads (`item`, a copy in pageable memory) or for all streams orders nothing: loops
-    wait so to log a loss or to take the time of a step, and instruments to see a tensor, and without them a run must be
-    free of races, too. The trace on the CPU has no such waits either.
-    """
-    match noted.kind:
-        case "record":
-            return Record(noted.event, noted.stream)
-        case "wait":
-            return Wait(noted.event, noted.stream)
-        case "host_wait_event":
-            return HostWait(noted.event)
-        case "host_wait_stream":
-            return HostSynchronize(noted.stream)
-        case "alloc":
-            return Allocation(memory.allocate(noted.writes[0], noted.stream), noted.stream)
-        case "alloc_pinned":
-            memory.allocate(noted.writes[0], HOST)
-        case "record_stream":
-            return Recorded(memory.storage_of((noted.writes or noted.reads)[0]), noted.stream)
-        case "free_later" | "free":
-            released = memory.release((noted.writes or noted.reads)[0])
-            return None if released is None else Release(released)
-    return None

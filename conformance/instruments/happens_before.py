@@ -239,6 +239,14 @@ def _shared_storages(trace: Sequence[Entry]) -> set[int]:
     return shared
 
 
+def unordered(trace: Sequence[Entry]) -> Iterator[Race]:
+    """Yield the races in a trace, in the order of the second operator.
+
+    Of several accesses of the same bytes by a stream only the last before the second operator counts.
+    """
+    yield from _Checker(trace).races()
+
+
 def races(trace: Sequence[Entry]) -> list[Race]:
     """Return the first race of each kind in a trace, in the order of the second operator.
 
@@ -246,7 +254,7 @@ def races(trace: Sequence[Entry]) -> list[Race]:
     parameters, and in each of its tensors.
     """
     first: dict[tuple[Any, ...], Race] = {}
-    for race in _Checker(trace).races():
+    for race in unordered(trace):
         kind = (race.first.operator, race.first.stream, race.second.operator, race.second.stream, race.reused)
         first.setdefault(kind, race)
     return list(first.values())

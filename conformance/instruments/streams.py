@@ -14,8 +14,6 @@ would on a device: FSDP's own events must suffice.
 """
 
 import itertools
-import linecache
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +34,7 @@ from conformance.instruments.accesses import (
     identity_of,
     require_identities,
 )
+from conformance.instruments.assignments import assigned_in
 from conformance.instruments.dispatch_tap import OutcomeHandler
 from conformance.instruments.facts import IssuedOperator, StreamFacts, UnorderedOperators
 from conformance.instruments.happens_before import (
@@ -296,6 +295,4 @@ def _imported_from(file: str) -> str:
 
 def assigned_name(frame: FrameType) -> str | None:
     """Return the variable or attribute that the running line assigns to: FSDP's streams have telling names."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    match = re.match(r"\s*(?:\w+\.)*(\w+)\s*=[^=]", line)
-    return match.group(1) if match else None
+    return assigned_in(frame.f_code.co_filename, frame.f_lineno)

@@ -81,7 +81,7 @@ def device() -> torch.device:
 
 def follow(schedule: Schedule) -> None:
     """Run all queued work, then follow another schedule."""
-    extension().follow(schedule.policy, schedule.number, schedule.number)
+    extension().follow(schedule.policy, schedule.number, schedule.last)
 
 
 def use_lifetime(lifetime: Lifetime) -> None:

@@ -1,6 +1,7 @@
 """Simulated device as the accelerator of any program, with a device for each rank on this machine."""
 
 import os
+from pathlib import Path
 
 from conformance.sim import settings
 from conformance.sim.building import device_library
@@ -18,8 +19,10 @@ def enable(schedule: str | None = None, devices: int | None = None) -> None:
     count = settings.device_count() if devices is None else settings.checked_count(devices)
     library = device_library()
     # Not at the top: the import of torch calls this function if the environment asks for the device, see `autoload`.
-    from conformance.sim import device
+    from conformance.sim import device, recording
 
     device.load(library, devices=count, with_generators=True)
     device.follow(chosen.for_rank(int(os.environ.get("RANK", "0"))))
     device.poison(True)
+    if directory := os.environ.get(settings.RECORD_VARIABLE):
+        recording.record(Path(directory))

@@ -9,6 +9,8 @@ SCHEDULE_VARIABLE = "CONFORMANCE_SIM"
 """Schedule of the process, such as `lazy`. A process that has the variable gets the device when it imports torch."""
 DEVICES_VARIABLE = "CONFORMANCE_SIM_DEVICES"
 """Number of devices that the machine appears to have; by default one for each process that torchrun starts here."""
+RECORD_VARIABLE = "CONFORMANCE_SIM_RECORD"
+"""Directory in which each process leaves its trace and the bits that it computed, see `recording`; unset for none."""
 MAX_DEVICES = 8
 
 

@@ -22,7 +22,7 @@ constexpr size_t kRoundSegmentBytes = 2 << 20;
 
 constexpr size_t kGuardBytes = 4096; // between segments: nothing is merged over it
 
-int64_t segments_ever = 0; // of all devices
+int64_t segments_ever = 0, allocations_ever = 0; // of all devices
 
 size_t rounded(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -82,6 +82,7 @@ Block* CachingAllocator::malloc(size_t bytes, int64_t stream) {
   if (small ? rest >= kMinBlockBytes : rest > kSmallBytes) split(block, size);
   block->in_use = true;
   block->requested_bytes = bytes;
+  block->number = ++allocations_ever;
   block->untouched = poison_;
   untouched_ += poison_;
   in_use_[block->begin] = block;
@@ -253,6 +254,14 @@ Block* CachingAllocator::block_at(uint64_t address) const {
   if (next == in_use_.begin()) return nullptr;
   Block* block = std::prev(next)->second;
   return address < reinterpret_cast<uint64_t>(block->begin) + block->bytes ? block : nullptr;
+}
+
+std::vector<std::tuple<int64_t, size_t, uint64_t>> CachingAllocator::live() const {
+  std::vector<std::tuple<int64_t, size_t, uint64_t>> all;
+  for (const auto& [begin, block] : in_use_)
+    if (!block->untouched)
+      all.emplace_back(block->number, block->requested_bytes, digest(kernel_address(begin), block->requested_bytes));
+  return all;
 }
 
 std::pair<int64_t, uint64_t> CachingAllocator::segment_of(uint64_t address) const {

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "scheduler.h"
@@ -22,6 +23,7 @@ struct Block {
   int64_t stream;
   bool small;
   size_t requested_bytes = 0;
+  int64_t number = 0; // of the allocation in this process, from 1
   bool in_use = false;
   bool untouched = false; // poison is due before the first use
   int pending = 0; // streams that record_stream named and that had not caught up when the block was freed
@@ -46,6 +48,8 @@ class CachingAllocator final : public c10::Allocator {
   void poison(bool on);
   // To be called before an operator is queued on a stream.
   void before_use(const std::vector<Range>& ranges, int64_t stream);
+  // Number, requested bytes and digest of each block in use that was touched.
+  std::vector<std::tuple<int64_t, size_t, uint64_t>> live() const;
   // Number and first byte of the segment with this address.
   std::pair<int64_t, uint64_t> segment_of(uint64_t address) const;
 

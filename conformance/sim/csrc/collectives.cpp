@@ -50,7 +50,8 @@ class StreamWork final : public c10d::Work {
 
   bool isCompleted() override {
     Lock lock;
-    return scheduler().reached(done_);
+    trace().add("query", done_.stream, "", event_);
+    return scheduler().query(done_);
   }
   bool isSuccess() const override {
     return true;
@@ -266,7 +267,7 @@ class SimulatedBackend final : public c10d::Backend {
 
   // The stream of collectives first waits for what the caller has issued.
   void enter_own_stream() {
-    if (!stream_) stream_ = scheduler().new_stream(current_device());
+    if (!stream_) stream_ = scheduler().new_stream(current_device(), "stream of collectives");
     wait_for(*stream_, current_stream());
     exchange_stream(*stream_);
   }

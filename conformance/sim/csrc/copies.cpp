@@ -11,6 +11,7 @@
 
 #include "device.h"
 #include "lock.h"
+#include "page_guard.h"
 #include "pinned.h"
 #include "statistics.h"
 #include "views.h"
@@ -23,10 +24,28 @@ bool is_pinned(const at::Tensor& host) {
   return pinned_memory().contains(host.storage().data());
 }
 
+// Notes what the host gets of the device.
+void note_read(const at::Tensor& host) {
+  if (!trace().is_on()) return;
+  BelowDispatch below;
+  at::Tensor dense = host.contiguous();
+  trace().read(dense.const_data_ptr(), dense.nbytes());
+}
+
 std::function<void()> copying(at::Tensor to, at::Tensor from) {
   return [to = std::move(to), from = std::move(from)] {
     BelowDispatch below;
     to.copy_(from);
+  };
+}
+
+// The same, while the host may not touch the pinned bytes; what it gets is noted.
+std::function<void()> copying_pinned(at::Tensor to, at::Tensor from, Range pinned) {
+  guard_pages(pinned);
+  return [copy = copying(to, from), to, pinned] {
+    OpenPages open(pinned);
+    copy();
+    if (pinned.write) note_read(to);
   };
 }
 
@@ -43,22 +62,26 @@ void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) 
   Point done = queue(
       "copy_pinned_to_device",
       {range_of(from, false), range_of(to, true)},
-      copying(kernel_view(to), kernel_view(from)));
+      copying_pinned(kernel_view(to), kernel_view(from), range_of(from, false)));
   pinned_memory().use(from.storage().data(), done);
   if (!non_blocking) host_wait_stream(done.stream);
 }
 
 void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  bool pinned = is_pinned(to);
-  std::vector<Range> ranges{range_of(from, false)};
-  if (pinned) ranges.push_back(range_of(to, true));
+  if (!is_pinned(to)) {
+    auto copy = [copy = copying(kernel_view(to), kernel_view(from)), to = kernel_view(to)] {
+      copy();
+      note_read(to);
+    };
+    host_wait_read(queue("copy_device_to_pageable", {range_of(from, false)}, std::move(copy)).stream);
+    return;
+  }
   Point done = queue(
-      pinned ? "copy_device_to_pinned" : "copy_device_to_pageable",
-      std::move(ranges),
-      copying(kernel_view(to), kernel_view(from)));
-  if (pinned) pinned_memory().use(to.storage().data(), done);
-  if (!pinned) host_wait_read(done.stream);
-  else if (!non_blocking) host_wait_stream(done.stream);
+      "copy_device_to_pinned",
+      {range_of(from, false), range_of(to, true)},
+      copying_pinned(kernel_view(to), kernel_view(from), range_of(to, true)));
+  pinned_memory().use(to.storage().data(), done);
+  if (!non_blocking) host_wait_stream(done.stream);
 }
 
 // Between two devices the copy runs on the source's stream, and the other device's stream waits for it.
@@ -97,6 +120,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   Point done = queue("item", {range_of(tensor, false)}, [&value, view = kernel_view(tensor)] {
     BelowDispatch below;
     value = at::_local_scalar_dense(view);
+    note_read(view);
   });
   statistics().waits["item"]++;
   host_wait_read(done.stream);

@@ -73,7 +73,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;
-    return scheduler().reached(scheduler().end_of(number_of(stream)));
+    int64_t number = number_of(stream);
+    trace().add("query", number);
+    return scheduler().query(scheduler().end_of(number));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_wait_stream(number_of(stream));
@@ -104,7 +106,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     Lock lock;
-    return !event || scheduler().reached(static_cast<Event*>(event)->point);
+    if (!event) return true;
+    auto* recorded = static_cast<Event*>(event);
+    trace().add("query", recorded->point.stream, "", recorded->number);
+    return scheduler().query(recorded->point);
   }
   void synchronizeEvent(void* event) const override {
     if (auto* recorded = static_cast<Event*>(event)) host_wait_event(recorded->point, recorded->number);
@@ -213,7 +218,7 @@ Point queue(const std::string& name, std::vector<Range> ranges, std::function<vo
   int64_t stream = current_stream(device);
   for (int each = 0; each < devices; ++each) allocator(each).before_use(ranges, stream);
   trace().add("op", stream, name, 0, std::move(ranges));
-  return scheduler().enqueue(stream, {name, std::move(run), {}, is_collective});
+  return scheduler().enqueue(stream, {name, std::move(run), {}, is_collective, trace().number()});
 }
 
 int device_count() {

@@ -251,7 +251,8 @@ void Call::run_now(Stack& stack) {
     BelowDispatch below;
     op.callBoxed(*host);
   });
-  scheduler().reach(done); // not in the trace: only this device waits here
+  if (op_.hasTag(at::Tag::dynamic_output_shape)) host_wait_read(done.stream); // as every device does
+  else scheduler().reach(done); // not in the trace: only this device waits here
   for (size_t k = 0; k < schema_.returns().size(); ++k) {
     auto argument = argument_returned_as(k);
     auto on_the_device = [this](const at::Tensor& tensor) {

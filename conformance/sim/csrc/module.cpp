@@ -10,6 +10,7 @@
 #include "memory_map.h"
 #include "norms.h"
 #include "pinned.h"
+#include "recording.h"
 #include "statistics.h"
 
 namespace py = pybind11;
@@ -31,7 +32,14 @@ py::tuple exported(const Record& record) {
   for (const Range& range : record.ranges)
     if (range.begin < range.end) (range.write ? writes : reads).append(located(range));
   return py::make_tuple(
-      record.kind, record.stream, record.name, record.event, py::tuple(reads), py::tuple(writes));
+      record.kind,
+      record.stream,
+      record.name,
+      record.event,
+      py::tuple(reads),
+      py::tuple(writes),
+      record.number,
+      record.site);
 }
 
 py::list stop_trace() {
@@ -48,9 +56,9 @@ void host_access(const std::string& name, uint64_t begin, uint64_t bytes, bool w
     trace().add("host", -1, name, 0, {{begin, begin + bytes, write}});
 }
 
-void follow(int policy, uint64_t seed, int64_t starved) {
+void follow(int policy, int64_t first, int64_t last) {
   Lock lock;
-  scheduler().follow(static_cast<Policy>(policy), seed, starved);
+  scheduler().follow(static_cast<Policy>(policy), first, last);
 }
 
 void poison(bool on) {
@@ -115,6 +123,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", &default_generator);
   module.def("snapshot", &snapshot);
   module.def("is_in_bad_fork", &is_in_bad_fork);
+  bind_recording(module);
   module.def("follow", &follow);
   module.def("poison", &poison);
   module.def("start_trace", [] {

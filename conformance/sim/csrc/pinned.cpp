@@ -10,20 +10,16 @@
 
 namespace sim {
 
-namespace {
-constexpr size_t kAlignBytes = 512;
-} // namespace
-
-// Sizes are rounded up to powers of two, as by torch's host allocator: ATen/core/CachingHostAllocator.h.
+// Sizes are rounded up to powers of two, from a page on, as by torch's host allocator: ATen/core/CachingHostAllocator.h.
 c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
   c10::Device host(c10::DeviceType::CPU);
   if (!bytes) return {nullptr, nullptr, &free_data, host};
   Lock lock;
-  size_t size = kAlignBytes;
+  size_t size = kPageBytes;
   while (size < bytes) size *= 2;
   auto block = reusable(size);
   if (block == free_.end()) {
-    auto* begin = static_cast<char*>(std::aligned_alloc(kAlignBytes, size));
+    auto* begin = static_cast<char*>(std::aligned_alloc(kPageBytes, size));
     TORCH_CHECK_WITH(OutOfMemoryError, begin, "no ", size, " bytes of host memory to pin");
     block = free_.emplace(begin, Block{size, -++blocks_ever_, {}}).first;
   }

@@ -12,6 +12,8 @@
 
 namespace sim {
 
+constexpr size_t kPageBytes = 4096; // blocks are made of them, so that they can be protected
+
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override;

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lock.h"
@@ -14,23 +15,27 @@ thread_local int device_now = 0;
 thread_local std::map<int, int64_t> streams_now; // by device; the default stream if there is none
 }
 
-int64_t Scheduler::new_stream(int device) {
+int64_t Scheduler::new_stream(int device, const char* name) {
   queues_.emplace_back();
   queues_.back().device = device;
+  trace().add("stream", count() - 1, name, device);
   return count() - 1;
 }
 
 int64_t Scheduler::default_stream(int device) {
   auto found = default_streams_.find(device);
-  if (found == default_streams_.end()) found = default_streams_.emplace(device, new_stream(device)).first;
+  if (found == default_streams_.end())
+    found = default_streams_.emplace(device, new_stream(device, "default stream")).first;
   return found->second;
 }
 
-void Scheduler::follow(Policy policy, uint64_t seed, int64_t starved) {
+void Scheduler::follow(Policy policy, int64_t first, int64_t last) {
   drain();
   policy_ = policy;
-  starved_ = count() - 1 + starved;
-  random_ = (seed + 1) * 0x9E3779B97F4A7C15u; // never 0, where xorshift would stay
+  starved_ = count() - 1 + first;
+  first_delayed_ = first;
+  last_delayed_ = last;
+  random_ = (static_cast<uint64_t>(first) + 1) * 0x9E3779B97F4A7C15u; // never 0, where xorshift would stay
 }
 
 Point Scheduler::enqueue(int64_t stream, Task task) {
@@ -40,17 +45,28 @@ Point Scheduler::enqueue(int64_t stream, Task task) {
   int64_t collective = task.is_collective ? ++collectives_issued_ : 0;
   if (collective) collectives_[collective] = point;
   queue.entries.push_back({std::move(task), collective});
-  advance(stream);
+  advance(queue.entries.back().task, stream);
   return point;
 }
 
-void Scheduler::advance(int64_t issued_on) {
+void Scheduler::advance(const Task& task, int64_t issued_on) {
   if (policy_ == Policy::kEager || (policy_ == Policy::kStarved && issued_on != starved_)) reach(end_of(issued_on));
+  // A wait by itself needs nothing yet: the operator behind it does.
+  if (policy_ == Policy::kDelayed && task.number && !has_delayed(queues_[issued_on])) reach(end_of(issued_on));
   if (policy_ != Policy::kRandom) return;
   for (uint64_t steps = draw(3); steps > 0; --steps) {
     int64_t stream = static_cast<int64_t>(draw(queues_.size()));
     if (!queues_[stream].entries.empty()) step(stream);
   }
+}
+
+bool Scheduler::is_delayed(const Task& task) const {
+  return first_delayed_ <= task.number && task.number <= last_delayed_;
+}
+
+bool Scheduler::has_delayed(const Queue& queue) const {
+  return std::any_of(
+      queue.entries.begin(), queue.entries.end(), [this](const auto& entry) { return is_delayed(entry.task); });
 }
 
 Point Scheduler::end_of(int64_t stream) const {
@@ -59,6 +75,12 @@ Point Scheduler::end_of(int64_t stream) const {
 
 bool Scheduler::reached(Point point) const {
   return queues_.at(point.stream).done >= point.position;
+}
+
+bool Scheduler::query(Point point) {
+  if (reached(point)) return true;
+  step(point.stream);
+  return false;
 }
 
 void Scheduler::reach(Point point) {
@@ -93,6 +115,7 @@ void Scheduler::step(int64_t stream) {
 void Scheduler::run(const Task& task, int64_t stream) {
   if (!task.run) return;
   ++executed_;
+  if (task.number) trace().runs(task.number);
   auto failed = [&](const char* reason) {
     TORCH_CHECK(false, "simulated device: ", task.name, ", queued on stream ", stream, ", failed: ", reason);
   };
@@ -163,9 +186,11 @@ void host_wait_read(int64_t stream) {
 
 void host_wait_device(int device) {
   Lock lock;
-  trace().add("host_wait_device", current_stream(device));
-  for (int64_t stream = 0; stream < scheduler().count(); ++stream)
-    if (scheduler().device_of(stream) == device) scheduler().reach(scheduler().end_of(stream));
+  for (int64_t stream = 0; stream < scheduler().count(); ++stream) {
+    if (scheduler().device_of(stream) != device) continue;
+    trace().add("host_wait_device", stream);
+    scheduler().reach(scheduler().end_of(stream));
+  }
 }
 
 } // namespace sim

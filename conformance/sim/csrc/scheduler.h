@@ -18,6 +18,7 @@ enum class Policy {
   kLazy, // only when the host waits for it, and no more than that needs: the device is as late as can be
   kRandom, // after each task that is issued, a few steps of streams drawn from a seed
   kStarved, // one stream lazily, all others eagerly
+  kDelayed, // some operators, and what is behind them in their streams, lazily, all others eagerly
 };
 
 // Place in a stream: reached when the stream has done as many tasks. The default is always reached.
@@ -31,11 +32,12 @@ struct Task {
   std::function<void()> run; // nothing for a mere point or wait
   Point after = {};
   bool is_collective = false;
+  int64_t number = 0; // of an operator, by which the trace knows it; 0 for all else
 };
 
 class Scheduler {
  public:
-  int64_t new_stream(int device);
+  int64_t new_stream(int device, const char* name = "");
   int64_t default_stream(int device);
   int device_of(int64_t stream) const {
     return queues_.at(stream).device;
@@ -44,9 +46,10 @@ class Scheduler {
     return static_cast<int64_t>(queues_.size());
   }
 
-  // Runs all that is queued, then follows another schedule. `seed` is for kRandom; `starved` is the number of a stream
-  // among those that are created from now on, the first is 1, for kStarved.
-  void follow(Policy policy, uint64_t seed, int64_t starved);
+  // Runs all that is queued, then follows another schedule. `first` is the seed of kRandom; of kStarved it is the number
+  // of a stream among those that are created from now on, from 1; kDelayed delays the operators `first` to `last` of the
+  // process, from 1.
+  void follow(Policy policy, int64_t first, int64_t last);
 
   // Queues a task; returns the point that is reached when it has run.
   Point enqueue(int64_t stream, Task task);
@@ -54,6 +57,9 @@ class Scheduler {
   // The point behind all tasks that a stream has so far.
   Point end_of(int64_t stream) const;
   bool reached(Point point) const;
+
+  // Whether a point is reached, as the host asks it. A host may ask until it is: each time the device does a bit more.
+  bool query(Point point);
 
   // Runs what is needed to reach a point, or all tasks.
   void reach(Point point);
@@ -81,7 +87,9 @@ class Scheduler {
 
   void step(int64_t stream);
   void run(const Task& task, int64_t stream);
-  void advance(int64_t issued_on);
+  void advance(const Task& task, int64_t issued_on);
+  bool is_delayed(const Task& task) const;
+  bool has_delayed(const Queue& queue) const;
   uint64_t draw(uint64_t limit);
 
   std::deque<Queue> queues_ = std::deque<Queue>(1); // the first is the default stream of the first device
@@ -89,7 +97,7 @@ class Scheduler {
   std::map<int64_t, Point> collectives_; // points of those that have not run
   int64_t collectives_issued_ = 0, executed_ = 0, steps_ = 0;
   Policy policy_ = Policy::kEager;
-  int64_t starved_ = 0;
+  int64_t starved_ = 0, first_delayed_ = 0, last_delayed_ = 0;
   uint64_t random_ = 1;
 };
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from conformance.experiments.device_streams import entries_of
+from conformance.experiments.device_entries import entries_of
 from conformance.instruments.happens_before import (
     HOST,
     Access,
