@@ -1,9 +1,9 @@
-// Copies within the device, and between host and device: the host goes on as far as CUDA lets it.
-// https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html
+// Copies within the device, and between host and device: the host goes on as far as CUDA and torch let it.
+// https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html and aten/src/ATen/native/cuda/Copy.cu
 //
+// - without non_blocking the host waits for the stream, whatever the memory;
 // - pinned memory, non_blocking: neither side waits;
-// - pinned memory otherwise: the host waits until the copy is done;
-// - pageable to device: the bytes are read at once (staged) and written in the order of the stream;
+// - pageable to device, non_blocking: the bytes are read at once (staged) and written in the order of the stream;
 // - device to pageable: the host waits.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -30,21 +30,25 @@ std::function<void()> copying(at::Tensor to, at::Tensor from) {
   };
 }
 
-void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  if (!is_pinned(from)) {
-    at::Tensor staged;
-    {
-      BelowDispatch below;
-      staged = from.detach().clone();
-    }
-    queue("copy_pageable_to_device", {range_of(to, true)}, copying(kernel_view(to), staged));
-    return;
+Point from_pageable(const at::Tensor& to, const at::Tensor& from) {
+  at::Tensor staged;
+  {
+    BelowDispatch below;
+    staged = from.detach().clone();
   }
-  Point done = queue(
+  return queue("copy_pageable_to_device", {range_of(to, true)}, copying(kernel_view(to), staged));
+}
+
+Point from_pinned(const at::Tensor& to, const at::Tensor& from) {
+  pinned_memory().use(from.storage().data(), current_stream());
+  return queue(
       "copy_pinned_to_device",
       {range_of(from, false), range_of(to, true)},
       copying(kernel_view(to), kernel_view(from)));
-  pinned_memory().use(from.storage().data(), done);
+}
+
+void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  Point done = is_pinned(from) ? from_pinned(to, from) : from_pageable(to, from);
   if (!non_blocking) host_wait_stream(done.stream);
 }
 
@@ -56,7 +60,7 @@ void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
       pinned ? "copy_device_to_pinned" : "copy_device_to_pageable",
       std::move(ranges),
       copying(kernel_view(to), kernel_view(from)));
-  if (pinned) pinned_memory().use(to.storage().data(), done);
+  if (pinned) pinned_memory().use(to.storage().data(), done.stream);
   if (!pinned) host_wait_read(done.stream);
   else if (!non_blocking) host_wait_stream(done.stream);
 }
