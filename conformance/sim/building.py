@@ -119,7 +119,8 @@ def _build(directory: Path, compiler: str) -> None:
             process.kill()
             process.wait()
     if status:
-        raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(log_file)}")
+        reason = _first_error(log_file) if status > 0 else f"signal {-status} has ended the compilation ({log_file})"
+        raise Unsupported(f"the simulated accelerator cannot be compiled: {reason}")
     print(f"built in {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
 
 

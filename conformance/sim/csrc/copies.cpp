@@ -48,8 +48,10 @@ Point from_pinned(const at::Tensor& to, const at::Tensor& from) {
 }
 
 void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  Point done = is_pinned(from) ? from_pinned(to, from) : from_pageable(to, from);
-  if (!non_blocking) host_wait_stream(done.stream);
+  bool pinned = is_pinned(from);
+  Point done = pinned ? from_pinned(to, from) : from_pageable(to, from);
+  if (non_blocking) return;
+  pinned ? host_wait_stream(done.stream) : host_wait_read(done.stream);
 }
 
 void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
