@@ -106,7 +106,15 @@ def generated() -> dict[Path, str]:
             findings(), read_versions(), trainers=findings(TRAINERS), trainer_versions=read_versions(TRAINERS)
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
+        **_fidelity(),
     }
+
+
+def _fidelity() -> dict[Path, str]:
+    """Return the page on the rules of the simulated device."""
+    from conformance.sim_runs.fidelity.report import PAGE, page
+
+    return {PAGE: page()}
 
 
 def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:

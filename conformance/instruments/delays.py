@@ -96,7 +96,12 @@ def _sleep() -> None:
     time.sleep(DELAY_S)
 
 
+def keep_busy(cycles: int) -> None:
+    """Keep the current stream of the current CUDA device busy for a number of cycles of its clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def _occupy(device: torch.device) -> None:
-    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+    keep_busy(CYCLES)
     for _ in range(_BLOCKS):
         torch.full((_BLOCK_NUMEL,), torch.nan, device=device)

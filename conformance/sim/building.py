@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from filelock import FileLock
+from tqdm import tqdm
 
 from conformance.outcomes import Unsupported
 from conformance.torch_release import release
@@ -30,6 +32,7 @@ _SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
 _LIMIT_S = 1800.0
 _VERSION_LIMIT_S = 60.0
+_REFRESH_S = 1.0
 _REMEDIES = {
     "compiler": "a C++ compiler: install g++ (apt install g++, dnf install gcc-c++), or set CXX",
     "headers": "Python's headers: install those of this Python (apt install python3-dev, dnf install python3-devel)",
@@ -102,16 +105,42 @@ def _build(directory: Path, compiler: str) -> None:
     log_file = directory / "build.log"
     note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
     print(note, file=sys.stderr, flush=True)
+    start_s = time.monotonic()
     command = [sys.executable, "-m", f"{__package__}.compiling", str(directory)]
     environment = os.environ | {"CXX": compiler, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # or it would wait for itself
     with log_file.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
+            status = _wait(process, directory)
         except subprocess.TimeoutExpired:
             limit = f"the compiler needs more than {_LIMIT_S:g} s ({log_file})"
             raise Unsupported(f"the simulated accelerator cannot be compiled: {limit}") from None
-    if done.returncode:
-        raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(log_file)}")
+        finally:
+            process.kill()
+            process.wait()
+    if status:
+        reason = _first_error(log_file) if status > 0 else f"signal {-status} has ended the compilation ({log_file})"
+        raise Unsupported(f"the simulated accelerator cannot be compiled: {reason}")
+    print(f"built in {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def _wait(process: subprocess.Popen[bytes], directory: Path) -> int:
+    """Return the exit status of the compilation; a terminal shows the elapsed time and the step until then.
+
+    Raises subprocess.TimeoutExpired after `_LIMIT_S`.
+    """
+    deadline_s = time.monotonic() + _LIMIT_S
+    with tqdm(bar_format="{desc}: {elapsed}", desc=_step(directory), disable=None, leave=False) as bar:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                return process.wait(min(_REFRESH_S, left_s))
+            except subprocess.TimeoutExpired:
+                bar.set_description_str(_step(directory))
+    raise subprocess.TimeoutExpired(process.args, _LIMIT_S)
+
+
+def _step(directory: Path) -> str:
+    return "linking" if any(directory.glob("build/**/*.o")) else "compiling"
 
 
 def _first_error(log: Path) -> str:

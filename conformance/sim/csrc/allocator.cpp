@@ -153,12 +153,10 @@ void CachingAllocator::free(Block* block) {
   untouched_ -= std::exchange(block->untouched, false);
   count(statistics_.allocation, -1);
   count(statistics_.allocated_bytes, -static_cast<int64_t>(block->bytes));
-  count(statistics_.requested_bytes, -static_cast<int64_t>(block->requested_bytes));
   if (block->recorded.empty()) return release(block);
   trace().add("free_later", block->stream, "", 0, {bytes_of(*block)});
   for (int64_t stream : block->recorded) held_.push_back({scheduler().end_of(stream), block});
   block->pending = static_cast<int>(block->recorded.size());
-  release_caught_up();
 }
 
 // Releases blocks for which all streams that record_stream named have caught up. The allocator looks when it is asked
@@ -179,6 +177,7 @@ void CachingAllocator::release(Block* block) {
   trace().add("free", block->stream, "", 0, {bytes_of(*block)});
   count(statistics_.active, -1);
   count(statistics_.active_bytes, -static_cast<int64_t>(block->bytes));
+  count(statistics_.requested_bytes, -static_cast<int64_t>(block->requested_bytes));
   block->recorded.clear();
   if (is_free(block->before)) {
     pool(block->small).erase(block->before);

@@ -236,8 +236,10 @@ class SimulatedBackend final : public c10d::Backend {
       return gloo->recv(to, from_rank, tag);
     });
   }
+  // The host waits for the current stream, as in ProcessGroupNCCL. All streams make progress meanwhile; no order rests on that.
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    host_wait_device(current_device());
+    host_wait_stream(current_stream());
+    drain();
     return gloo_->barrier(options);
   }
 

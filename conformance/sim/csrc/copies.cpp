@@ -1,9 +1,9 @@
-// Copies within the device, and between host and device: the host goes on as far as CUDA lets it.
-// https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html
+// Copies within the device, and between host and device: the host goes on as far as CUDA and torch let it.
+// https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html and aten/src/ATen/native/cuda/Copy.cu
 //
+// - without non_blocking the host waits for the stream, whatever the memory;
 // - pinned memory, non_blocking: neither side waits;
-// - pinned memory otherwise: the host waits until the copy is done;
-// - pageable to device: the bytes are read at once (staged) and written in the order of the stream;
+// - pageable to device, non_blocking: the bytes are read at once (staged) and written in the order of the stream;
 // - device to pageable: the host waits.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -49,22 +49,29 @@ std::function<void()> copying_pinned(at::Tensor to, at::Tensor from, Range pinne
   };
 }
 
-void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  if (!is_pinned(from)) {
-    at::Tensor staged;
-    {
-      BelowDispatch below;
-      staged = from.detach().clone();
-    }
-    queue("copy_pageable_to_device", {range_of(to, true)}, copying(kernel_view(to), staged));
-    return;
+Point from_pageable(const at::Tensor& to, const at::Tensor& from) {
+  at::Tensor staged;
+  {
+    BelowDispatch below;
+    staged = from.detach().clone();
   }
+  return queue("copy_pageable_to_device", {range_of(to, true)}, copying(kernel_view(to), staged));
+}
+
+Point from_pinned(const at::Tensor& to, const at::Tensor& from) {
   Point done = queue(
       "copy_pinned_to_device",
       {range_of(from, false), range_of(to, true)},
       copying_pinned(kernel_view(to), kernel_view(from), range_of(from, false)));
-  pinned_memory().use(from.storage().data(), done);
-  if (!non_blocking) host_wait_stream(done.stream);
+  pinned_memory().use(from.storage().data(), done.stream);
+  return done;
+}
+
+void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  bool pinned = is_pinned(from);
+  Point done = pinned ? from_pinned(to, from) : from_pageable(to, from);
+  if (non_blocking) return;
+  pinned ? host_wait_stream(done.stream) : host_wait_read(done.stream);
 }
 
 void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -80,7 +87,7 @@ void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
       "copy_device_to_pinned",
       {range_of(from, false), range_of(to, true)},
       copying_pinned(kernel_view(to), kernel_view(from), range_of(to, true)));
-  pinned_memory().use(to.storage().data(), done);
+  pinned_memory().use(to.storage().data(), done.stream);
   if (!non_blocking) host_wait_stream(done.stream);
 }
 

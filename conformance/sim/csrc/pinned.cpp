@@ -10,21 +10,21 @@
 
 namespace sim {
 
-// Sizes are rounded up to powers of two, from a page on, as by torch's host allocator: ATen/core/CachingHostAllocator.h.
+// Sizes are rounded up to powers of two, as by torch's host allocator: ATen/core/CachingHostAllocator.h.
 c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
   c10::Device host(c10::DeviceType::CPU);
   if (!bytes) return {nullptr, nullptr, &free_data, host};
   Lock lock;
-  size_t size = kPageBytes;
+  size_t size = 1;
   while (size < bytes) size *= 2;
   auto block = reusable(size);
   if (block == free_.end()) {
-    auto* begin = static_cast<char*>(std::aligned_alloc(kPageBytes, size));
+    auto* begin = static_cast<char*>(std::aligned_alloc(kPageBytes, std::max(size, kPageBytes)));
     TORCH_CHECK_WITH(OutOfMemoryError, begin, "no ", size, " bytes of host memory to pin");
-    block = free_.emplace(begin, Block{size, -++blocks_ever_, {}}).first;
+    block = free_.emplace(begin, Block{size, -++blocks_ever_, {}, {}}).first;
   }
   char* begin = block->first;
-  block->second.uses.clear();
+  block->second.ends.clear();
   in_use_.insert(free_.extract(block));
   if (poison_) std::memset(begin, kPoison, bytes);
   auto address = reinterpret_cast<uint64_t>(begin);
@@ -34,9 +34,9 @@ c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
 
 PinnedAllocator::Blocks::iterator PinnedAllocator::reusable(size_t bytes) {
   return std::find_if(free_.begin(), free_.end(), [bytes](const auto& entry) {
-    const auto& uses = entry.second.uses;
+    const auto& ends = entry.second.ends;
     return entry.second.bytes == bytes &&
-        std::all_of(uses.begin(), uses.end(), [](Point use) { return scheduler().reached(use); });
+        std::all_of(ends.begin(), ends.end(), [](Point end) { return scheduler().reached(end); });
   });
 }
 
@@ -44,7 +44,10 @@ void PinnedAllocator::free_data(void* data) {
   if (!data) return;
   Lock lock;
   auto& self = pinned_memory();
-  self.free_.insert(self.in_use_.extract(static_cast<char*>(data)));
+  auto freed = self.in_use_.extract(static_cast<char*>(data));
+  auto& block = freed.mapped();
+  for (int64_t stream : std::exchange(block.streams, {})) block.ends.push_back(scheduler().end_of(stream));
+  self.free_.insert(std::move(freed));
 }
 
 void PinnedAllocator::poison(bool on) {
@@ -56,9 +59,9 @@ bool PinnedAllocator::contains(const void* address) {
   return holding(address) != in_use_.end();
 }
 
-void PinnedAllocator::use(const void* address, Point point) {
+void PinnedAllocator::use(const void* address, int64_t stream) {
   auto block = holding(address);
-  if (block != in_use_.end()) block->second.uses.push_back(point);
+  if (block != in_use_.end()) block->second.streams.insert(stream);
 }
 
 PinnedAllocator::Blocks::iterator PinnedAllocator::holding(const void* address) {

@@ -1,10 +1,11 @@
 // Page-locked memory of the host. The device copies from and to it while the host goes on, so a freed block is handed
-// out again only when the copies that use it are done.
+// out again only when the streams of its copies have got to where they were when it was freed.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -23,8 +24,8 @@ class PinnedAllocator final : public c10::Allocator {
   // Fills blocks that are handed out with NaN.
   void poison(bool on);
   bool contains(const void* address);
-  // A copy that ends at `point` uses the block with this address.
-  void use(const void* address, Point point);
+  // A copy on a stream uses the block with this address.
+  void use(const void* address, int64_t stream);
   // Number (negative, unlike those of segments of the device) and first byte of the block with this address.
   std::pair<int64_t, uint64_t> block_of(uint64_t address) const;
 
@@ -32,7 +33,8 @@ class PinnedAllocator final : public c10::Allocator {
   struct Block {
     size_t bytes;
     int64_t number;
-    std::vector<Point> uses;
+    std::set<int64_t> streams; // of copies since the block was handed out
+    std::vector<Point> ends; // of these streams when it was freed
   };
   using Blocks = std::map<char*, Block>;
 
