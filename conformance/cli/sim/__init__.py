@@ -1,9 +1,9 @@
 """`python -m conformance sim`: any program on the simulated device, one module for each of its commands."""
 
 from conformance.cli.command import Commands
-from conformance.cli.sim import build, run
+from conformance.cli.sim import build, pytorch_tests, run
 
-_COMMANDS = (build, run)
+_COMMANDS = (build, run, pytorch_tests)
 
 
 def add_parser(commands: Commands) -> None:
