@@ -73,7 +73,8 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     if (!future_) {
       auto type = c10::ListType::create(c10::TensorType::get());
-      future_ = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{kDevice});
+      c10::Device device = stream_of(done_.stream).device();
+      future_ = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{device});
       int64_t caller = exchange_stream(done_.stream);
       future_->markCompleted(c10::IValue(outputs_));
       exchange_stream(caller);

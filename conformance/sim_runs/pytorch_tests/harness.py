@@ -2,10 +2,15 @@
 
 import multiprocessing
 import os
-from multiprocessing import context, forkserver
+from multiprocessing import context
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from conformance.sim.settings import SCHEDULE_VARIABLE
+from conformance.sim_runs.pytorch_tests.running import TESTS_VARIABLE
+from conformance.sim_runs.translation import translate_imports
 
 HARNESS = (
     "torch.testing._internal.common_cuda",
@@ -19,28 +24,30 @@ HARNESS = (
     "torch.testing._internal.distributed._shard.sharded_tensor._test_st_common",
 )
 """Modules of torch that ask for CUDA by name on behalf of the tests."""
-_AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def serve_processes(preload: str) -> None:
     """Fork the processes that tests start from a server that has imported a module, instead of spawning them."""
-    spawned = context._concrete_contexts["forkserver"]  # type: ignore[attr-defined]  # nothing public replaces a method
-    context._concrete_contexts["spawn"] = spawned  # type: ignore[attr-defined]
+    served = context._concrete_contexts["forkserver"]  # type: ignore[attr-defined]  # nothing public replaces a method
+    context._concrete_contexts["spawn"] = served  # type: ignore[attr-defined]
     multiprocessing.set_forkserver_preload([preload])
-    autoload = os.environ.get(_AUTOLOAD_VARIABLE)
-    os.environ[_AUTOLOAD_VARIABLE] = "0"  # the device must be loaded after a fork
-    forkserver.ensure_running()
-    del os.environ[_AUTOLOAD_VARIABLE]
-    if autoload is not None:
-        os.environ[_AUTOLOAD_VARIABLE] = autoload
 
 
-def adapt() -> None:
+def prepare() -> None:
+    """Translate all that this process imports from torch's harness and from the tests, if it has the device."""
+    if SCHEDULE_VARIABLE not in os.environ:
+        return
+    translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
+    _adapt()
+
+
+def _adapt() -> None:
     """Give torch's harness what it asks of CUDA and NCCL and the device cannot know."""
     from torch.testing._internal import common_distributed, common_fsdp, common_utils
     from torch.testing._internal.distributed import multi_threaded_pg
 
-    vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0  # the device has no clock
+    vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0
+    vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
     vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
     order_threads(multi_threaded_pg.Collective)
     if decorator := vars(common_fsdp).get("compiled_fsdp_test"):  # before torch 2.7 it had a name of a test

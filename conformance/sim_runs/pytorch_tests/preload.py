@@ -1,7 +1,4 @@
-"""Modules that the server of test processes imports before it forks.
-
-None of them may load the device, or ask which devices there are, as torch's test harness does when it is imported.
-"""
+"""Modules that the server of test processes imports before it forks, with the device, so that tests start fast."""
 
 import torch._dynamo
 import torch._inductor.utils
@@ -11,3 +8,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 import torch.nn.parallel  # noqa: F401
+
+from conformance.sim_runs.pytorch_tests.harness import prepare
+
+prepare()

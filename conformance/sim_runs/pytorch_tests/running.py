@@ -21,6 +21,8 @@ SIM = "sim"
 """Type of the simulated device."""
 CPU = "cpu"
 """Device of runs without the simulated one, for comparison."""
+TESTS_VARIABLE = "CONFORMANCE_PYTORCH_TESTS"
+"""Environment variable with the folder of tests that are translated."""
 _GRACE_S = 30.0
 """Time in which an interrupted pytest writes its results."""
 _TEST_LIMIT_S = 300
@@ -59,12 +61,12 @@ def run_file(checkout: Checkout, file: File, setting: Setting, *, limit_s: float
 def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path, limit_s: float) -> Iterator[Outcome]:
     junit, log = directory / "junit.xml", directory / "log"
     path = checkout.tests / file.name
-    command = [sys.executable, "-m", f"{__package__}.process", setting.device, str(checkout.tests), str(path)]
+    command = [sys.executable, "-m", f"{__package__}.process", str(path), f"--rootdir={checkout.tests}"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, f"--junitxml={junit}"],
             cwd=directory,  # tests write files here, and `torch` is not that of the checkout
-            env=_environment(path, setting),
+            env=_environment(checkout, path, setting),
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -79,7 +81,7 @@ def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path,
         yield Outcome(f"{file.name}::process", "failed", f"exit status {process.returncode}: {_last_line(log)}")
 
 
-def _environment(path: Path, setting: Setting) -> dict[str, str]:
+def _environment(checkout: Checkout, path: Path, setting: Setting) -> dict[str, str]:
     python_path = [str(PROJECT), str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(python_path),  # tests import their neighbours
@@ -87,12 +89,12 @@ def _environment(path: Path, setting: Setting) -> dict[str, str]:
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(_TEST_LIMIT_S),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun does for several ranks
     }
-    if setting.device == CPU:
-        return environment
-    return environment | {
-        settings.SCHEDULE_VARIABLE: setting.schedule,
-        settings.DEVICES_VARIABLE: str(setting.world),
-    }
+    environment.pop(settings.SCHEDULE_VARIABLE, None)
+    if setting.device == SIM:
+        environment[settings.SCHEDULE_VARIABLE] = setting.schedule
+        environment[settings.DEVICES_VARIABLE] = str(setting.world)
+        environment[TESTS_VARIABLE] = str(checkout.tests)
+    return environment
 
 
 def _finish(process: subprocess.Popen[bytes], limit_s: float) -> bool:

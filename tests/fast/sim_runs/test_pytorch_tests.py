@@ -40,7 +40,7 @@ def test_files_of_the_areas_are_found_in_the_old_layout_and_the_new(tmp_path: Pa
     }
     assert [file.name for file in found.files(["test_dtensor", "stage"])] == [old[0], new[0], FILE]
     assert Checkout.at(tmp_path / "test") == found
-    with pytest.raises(UsageError, match="no test file .* matches test_nothing"):
+    with pytest.raises(UsageError, match=r"no test file .* matches test_nothing"):
         found.files(["test_nothing"])
 
 
@@ -152,7 +152,8 @@ def test_the_share_leaves_out_kernels_of_cuda() -> None:
     on_sim = [one for one in judged(RECORD, EXPECTED) if one.run.device == "sim"]
     counted = share(on_sim, EXPECTED)
     assert (counted.passed, counted.tests, counted.other_version) == (1, 3, 1)
-    assert "1 of 3 tests pass (33%)" in str(counted) and "50% without the 1" in str(counted)
+    assert "1 of 3 tests pass (33%)" in str(counted)
+    assert "50% without the 1" in str(counted)
 
 
 def test_text_and_page_have_counts_causes_and_reasons() -> None:
@@ -167,7 +168,8 @@ def test_text_and_page_have_counts_causes_and_reasons() -> None:
         "1 / 1 / 0",
         "0 / 2 / 0",
     ]
-    assert "private" in page and "KeyError: 1" in page
+    assert "private" in page
+    assert "KeyError: 1" in page
 
 
 def test_a_record_replaces_earlier_runs_of_the_same_file_and_setting(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """Translation of a program for CUDA: names of the device in strings and in code, and all that stays."""
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-from conformance.project import PROJECT
-from conformance.sim_runs.translation import translated
+from conformance.sim_runs.translation import translate_imports, translated
 
 
 def names(source: str, directory: Path) -> dict[str, object]:
@@ -81,23 +80,16 @@ def test_lines_of_errors_are_those_of_the_file(tmp_path: Path) -> None:
     assert error.traceback[-1].lineno == 2
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from conformance.sim_runs.translation import translate_imports
-translate_imports([Path("inside")], ["chosen"])
-sys.path[:0] = ["inside", "outside"]
-import chosen, inner, outer
-print(chosen.name, inner.name, outer.name)
-"""
-
-
-def test_modules_of_folders_and_chosen_modules_are_translated_when_they_are_imported(tmp_path: Path) -> None:
-    for folder, name in (("inside", "inner"), ("outside", "outer"), ("outside", "chosen")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / f"{name}.py").write_text("name = 'cuda'\n")
-    environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["sim", "sim", "cuda"]
-    assert not list(tmp_path.rglob("inside/**/*.pyc")), "bytecode would be taken for that of the untranslated module"
+def test_modules_of_folders_and_chosen_modules_are_translated_when_they_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder, name in ((inside, "sim_inner"), (outside, "sim_outer"), (outside, "sim_chosen")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text("name = 'cuda'\n")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "path", [str(inside), str(outside), *sys.path])
+    translate_imports([inside], ["sim_chosen"])
+    found = {name: importlib.import_module(name).name for name in ("sim_inner", "sim_outer", "sim_chosen")}
+    assert found == {"sim_inner": "sim", "sim_outer": "cuda", "sim_chosen": "sim"}
+    assert not list(inside.rglob("*.pyc")), "bytecode would be taken for that of the untranslated module"
