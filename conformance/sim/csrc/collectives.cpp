@@ -43,10 +43,7 @@ class StreamWork final : public c10d::Work {
       : done_(done),
         event_(event),
         inputs_(std::move(inputs)),
-        outputs_(std::move(outputs)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
-    future_->markCompleted(c10::IValue(outputs_));
-  }
+        outputs_(std::move(outputs)) {}
 
   bool isCompleted() override {
     Lock lock;
@@ -72,7 +69,17 @@ class StreamWork final : public c10d::Work {
   Tensors result() override {
     return outputs_;
   }
+  // Complete at once, as ProcessGroupNCCL's: whoever waits for it makes a stream wait for the collective's. DDP waits for
+  // its gradients so.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (!future_) {
+      auto type = c10::ListType::create(c10::TensorType::get());
+      c10::Device device = stream_of(done_.stream).device();
+      future_ = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{device});
+      int64_t caller = exchange_stream(done_.stream);
+      future_->markCompleted(c10::IValue(outputs_));
+      exchange_stream(caller);
+    }
     return future_;
   }
 

@@ -1,0 +1,83 @@
+"""Adaptation of torch's test harness to the simulated device, and to processes that start fast."""
+
+import multiprocessing
+import os
+from multiprocessing import context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.sim.settings import SCHEDULE_VARIABLE
+from conformance.sim_runs.pytorch_tests.running import TESTS_VARIABLE
+from conformance.sim_runs.translation import translate_imports
+
+HARNESS = (
+    "torch.testing._internal.common_cuda",
+    "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_fsdp",
+    "torch.testing._internal.distributed._tensor.common_dtensor",
+    "torch.testing._internal.distributed.multi_threaded_pg",
+    "torch.testing._internal.distributed.checkpoint_utils",
+    "torch.testing._internal.distributed.common_state_dict",
+    "torch.testing._internal.distributed._shard.sharded_tensor",
+    "torch.testing._internal.distributed._shard.sharded_tensor._test_st_common",
+)
+"""Modules of torch that ask for CUDA by name on behalf of the tests."""
+
+
+def serve_processes(preload: str) -> None:
+    """Fork the processes that tests start from a server that has imported a module, instead of spawning them."""
+    served = context._concrete_contexts["forkserver"]  # type: ignore[attr-defined]  # nothing public replaces a method
+    context._concrete_contexts["spawn"] = served  # type: ignore[attr-defined]
+    multiprocessing.set_forkserver_preload([preload])
+
+
+def prepare() -> None:
+    """Translate all that this process imports from torch's harness and from the tests, if it has the device."""
+    if SCHEDULE_VARIABLE not in os.environ:
+        return
+    translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
+    _adapt()
+
+
+def _adapt() -> None:
+    """Give torch's harness what it asks of CUDA and NCCL and the device cannot know."""
+    from torch.testing._internal import common_distributed, common_fsdp, common_utils
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0
+    vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
+    vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
+    order_threads(multi_threaded_pg.Collective)
+    if decorator := vars(common_fsdp).get("compiled_fsdp_test"):  # before torch 2.7 it had a name of a test
+        vars(common_fsdp)["test_compiled_fsdp"] = decorator
+        decorator.__test__ = False
+
+
+def order_threads(collective: Any) -> None:
+    """Let ranks that are threads wait for their streams where they exchange tensors.
+
+    Torch's group of threads orders its hosts alone; on a GPU, its copies between the streams of two ranks are races.
+    """
+    create, join = collective.__init__, collective.join
+
+    def create_ordered(self: Any, world_size: int, operation: Any, group: Any) -> None:
+        create(self, world_size, _Finished(operation), group)
+
+    def join_ordered(self: Any, rank: int, tensors: Any) -> Any:
+        torch.accelerator.current_stream().synchronize()
+        return join(self, rank, tensors)
+
+    collective.__init__, collective.join = create_ordered, join_ordered
+
+
+class _Finished:
+    """Collective between threads that has finished when its function returns."""
+
+    def __init__(self, operation: Any) -> None:
+        self._operation = operation
+
+    def work(self, tensors: Any) -> None:
+        self._operation.work(tensors)
+        torch.accelerator.current_stream().synchronize()

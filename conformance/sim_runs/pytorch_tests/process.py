@@ -1,0 +1,24 @@
+"""Process of one test file: `python -m conformance.sim_runs.pytorch_tests.process FILE [OPTION ...]`.
+
+The environment says on which device, see `conformance/sim/settings.py`, and which folder is translated.
+"""
+
+import sys
+
+import pytest
+
+from conformance.sim_runs.pytorch_tests import harness
+
+_PRELOAD = f"{__package__}.preload"
+_OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider")
+
+
+def main(arguments: list[str]) -> int:
+    """Run a test file under pytest; returns pytest's exit status."""
+    harness.serve_processes(_PRELOAD)
+    harness.prepare()
+    return pytest.main([*_OPTIONS, "-p", "no:warnings", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Runs of test files, each in a process with a time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from conformance.project import PROJECT
+from conformance.sim import settings
+from conformance.sim_runs.pytorch_tests.checkout import Checkout, File
+from conformance.sim_runs.pytorch_tests.outcomes import Outcome, read_junit
+
+SIM = "sim"
+"""Type of the simulated device."""
+CPU = "cpu"
+"""Device of runs without the simulated one, for comparison."""
+TESTS_VARIABLE = "CONFORMANCE_PYTORCH_TESTS"
+"""Environment variable with the folder of tests that are translated."""
+_GRACE_S = 30.0
+"""Time in which an interrupted pytest writes its results."""
+_TEST_LIMIT_S = 300
+"""Time limit of torch's harness for the ranks of one test."""
+
+
+class Setting(NamedTuple):
+    """Device on which files run."""
+
+    device: str
+    """`sim` or `cpu`."""
+    world: int
+    """Number of devices, and so of ranks of most tests."""
+    schedule: str = ""
+    """Schedule of the simulated device; empty for the CPU."""
+
+
+class FileRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Outcomes of the tests in a file."""
+
+    area: str
+    file: str
+    world: int
+    device: str
+    schedule: str
+    outcomes: tuple[Outcome, ...]
+
+
+def run_file(checkout: Checkout, file: File, setting: Setting, *, limit_s: float) -> FileRun:
+    """Run a test file; one that exceeds the limit is interrupted, and has a failed test that says so."""
+    with tempfile.TemporaryDirectory(prefix="pytorch-tests-") as directory:
+        outcomes = _outcomes(checkout, file, setting, Path(directory), limit_s)
+    return FileRun(file.area, file.name, setting.world, setting.device, setting.schedule, tuple(outcomes))
+
+
+def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path, limit_s: float) -> Iterator[Outcome]:
+    junit, log = directory / "junit.xml", directory / "log"
+    path = checkout.tests / file.name
+    command = [sys.executable, "-m", f"{__package__}.process", str(path), f"--rootdir={checkout.tests}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, f"--junitxml={junit}"],
+            cwd=directory,  # tests write files here, and `torch` is not that of the checkout
+            env=_environment(checkout, path, setting),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        in_time = _finish(process, limit_s)
+    if junit.exists():
+        yield from read_junit(junit, file.name)
+    if not in_time:
+        yield Outcome(f"{file.name}::time limit", "failed", f"not finished within {limit_s:g} s")
+    elif not junit.exists():
+        yield Outcome(f"{file.name}::process", "failed", f"exit status {process.returncode}: {_last_line(log)}")
+
+
+def _environment(checkout: Checkout, path: Path, setting: Setting) -> dict[str, str]:
+    python_path = [str(PROJECT), str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(python_path),  # tests import their neighbours
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(_TEST_LIMIT_S),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun does for several ranks
+    }
+    environment.pop(settings.SCHEDULE_VARIABLE, None)
+    if setting.device == SIM:
+        environment[settings.SCHEDULE_VARIABLE] = setting.schedule
+        environment[settings.DEVICES_VARIABLE] = str(setting.world)
+        environment[TESTS_VARIABLE] = str(checkout.tests)
+    return environment
+
+
+def _finish(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a process and end its session, so that none of its ranks is left; returns whether it was in time."""
+    in_time = True
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        in_time = False
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return in_time
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
