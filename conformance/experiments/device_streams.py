@@ -41,8 +41,11 @@ from conformance.sim.trace import Bytes
 class DeviceStreamTrace(TracedStep):
     """Trace of a step on the simulated device."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, reads_order: bool = False) -> None:
+        """Trace a step; with `reads_order` the host's waits order its later work, see `entries_of`."""
         super().__init__(step)
+        self._reads_order = reads_order
+        self._unseen: list[tuple[int, int]] = []
         self._first: int | None = None
         """Length of the trace when the step began; earlier entries of the allocator count, too."""
         self._marks: list[int] = []
@@ -61,6 +64,15 @@ class DeviceStreamTrace(TracedStep):
         if self._is_open:
             self._noted = simulated.stop_trace()
         super().end()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Open a context for operators of instruments: the host's waits in it order nothing."""
+        begin = simulated.trace_size()
+        try:
+            yield
+        finally:
+            self._unseen.append((begin, simulated.trace_size()))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -94,9 +106,15 @@ class DeviceStreamTrace(TracedStep):
 
         return mark
 
+    def busy_streams(self) -> list[int]:
+        """Return the ids of the streams that worked in the traced step. Must be called before `facts`."""
+        return sorted({entry.stream for entry in self._noted[self._first or 0 :] if entry.kind == "op"})
+
     def facts(self) -> StreamFacts:
         """Return the findings of the trace, and clear it."""
-        entries = entries_of(self._noted, first=self._first or 0, site=self._site)
+        for begin, end in self._unseen:
+            self._noted[begin:end] = [_without_wait(entry) for entry in self._noted[begin:end]]
+        entries = entries_of(self._noted, first=self._first or 0, site=self._site, reads_order=self._reads_order)
         streams = {entry.stream for entry in self._noted}
         names = {stream: self._names.get(stream, f"stream {stream}") for stream in streams | {HOST}}
         self._noted, self._marks, self._sites = [], [], []
@@ -106,6 +124,10 @@ class DeviceStreamTrace(TracedStep):
         """Return where the entry at a position of the trace was issued: by the operator whose mark is behind it."""
         index = bisect_right(self._marks, position)
         return self._sites[index] if index < len(self._sites) else None
+
+
+def _without_wait(noted: Noted) -> Noted:
+    return noted._replace(kind="unseen") if noted.kind.startswith("host_wait") else noted
 
 
 def _note_host(operator: str, accesses: Sequence[tuple[Tensor, bool]]) -> None:
@@ -146,14 +168,19 @@ class _Memory:
         return -1 - 2 * abs(block) - (block < 0)
 
 
-def entries_of(noted: Sequence[Noted], *, first: int, site: Callable[[int], Site | None]) -> list[Entry]:
+def entries_of(
+    noted: Sequence[Noted], *, first: int, site: Callable[[int], Any], reads_order: bool = False
+) -> list[Entry]:
     """Return the checker's entries for a device's trace, from position `first` on.
 
-    `site` returns where the entry at a position was issued.
+    `site` returns where the entry at a position was issued. With `reads_order` the host's waits for a number, for a
+    copy to pageable memory and for all streams order its later work, as they do on a device. Without, they order
+    nothing: loops wait so to log a loss or to take the time of a step, and instruments to see a tensor, and a run must
+    be free of races without them, too. The trace on the CPU has no such waits either.
     """
     memory = _Memory()
     for each in noted[:first]:
-        _follow(memory, each)
+        _follow(memory, each, reads_order)
     entries: list[Entry] = [
         Allocation(storage, stream)
         for block, allocated in memory.storages.items()
@@ -161,7 +188,8 @@ def entries_of(noted: Sequence[Noted], *, first: int, site: Callable[[int], Site
         if block > 0
     ]
     for position, each in enumerate(noted[first:], first):
-        entry = _operation(memory, each, site(position)) if each.kind in ("op", "host") else _follow(memory, each)
+        is_access = each.kind in ("op", "host")
+        entry = _operation(memory, each, site(position)) if is_access else _follow(memory, each, reads_order)
         if entry is not None:
             entries.append(entry)
     return entries
@@ -176,15 +204,11 @@ def _operation(memory: _Memory, noted: Noted, site: Site | None) -> Operation | 
     return Operation(noted.stream, noted.name, accesses, site) if accesses else None
 
 
-def _follow(memory: _Memory, noted: Noted) -> Entry | None:
+def _follow(memory: _Memory, noted: Noted, reads_order: bool) -> Entry | None:
     """Return the entry for events, waits and the allocator, whose blocks `memory` follows.
 
     Memory that waits for streams is released at once, but for their uses: when the memory is free, it may be reused as
     early as any allocator may. Pinned memory is handed out when no stream uses it any longer.
-
-    The host's waiting for what it reads (`item`, a copy in pageable memory) or for all streams orders nothing: loops
-    wait so to log a loss or to take the time of a step, and instruments to see a tensor, and without them a run must be
-    free of races, too. The trace on the CPU has no such waits either.
     """
     match noted.kind:
         case "record":
@@ -195,6 +219,10 @@ def _follow(memory: _Memory, noted: Noted) -> Entry | None:
             return HostWait(noted.event)
         case "host_wait_stream":
             return HostSynchronize(noted.stream)
+        case "host_wait_read" if reads_order:
+            return HostSynchronize(noted.stream)
+        case "host_wait_device" if reads_order:
+            return HostSynchronize(None)
         case "alloc":
             return Allocation(memory.allocate(noted.writes[0], noted.stream), noted.stream)
         case "alloc_pinned":
