@@ -10,7 +10,6 @@ import msgspec
 
 from conformance.outcomes import Failure, Unsupported
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import Substrate
 from conformance.project import PACKAGE
 from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
@@ -51,7 +50,7 @@ class SubjectRuns:
         self.store, self.subject = store, _target(store.subject)
         self.clock = Clock()
         simulated = store.hardware.simulated
-        self._substrate: Substrate = "sim" if simulated is not None and not simulated.lacks else "gloo"
+        self._is_simulated = simulated is not None and not simulated.lacks
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
         """Return the arguments that a law's test may have, by name, see `conformance.subjects.evidence`."""
@@ -130,7 +129,7 @@ class SubjectRuns:
         return record.failure if record else None
 
     def _options(self, cell: Cell) -> SubjectCell:
-        return subject_cell(cell, device="sim" if self._substrate == "sim" else "cpu")
+        return subject_cell(cell, device="sim" if self._is_simulated else "cpu")
 
     def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
         header = self._header(function, cell, defect=defect, alone=True)
@@ -141,7 +140,7 @@ class SubjectRuns:
             cell=cell,
             session=self.store.session,
             torch=self.store.torch_version,
-            substrate=self._substrate,
+            substrate="sim" if self._is_simulated else "gloo",
             defect=defect,
             experiment=f"{_TASKS}:{function}",
             alone=alone,
