@@ -87,7 +87,7 @@ GAPS = {
     ),
     "streams-alike": Gap(
         "saved_on != none or tied_embeddings = true or batches = uneven",
-        "the law runs each cell under several schedules, and trainers use streams as on the cells without these options",
+        "the law runs each cell under several schedules; streams are used as on the cells without these options",
     ),
     "large-world-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
     "reshard-modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),
