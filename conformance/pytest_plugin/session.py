@@ -297,7 +297,7 @@ class Session:
         return None
 
     @pytest.fixture
-    def under(self) -> Callable[..., Any] | None:
+    def under(self, cell: Cell) -> Callable[..., Any] | None:
         """Declare the fixture `under`, see `conformance.subjects.evidence.Under`."""
         return None
 
