@@ -40,6 +40,11 @@ def add_parser(commands: Commands) -> None:
         help=f"write an example to begin with (default: {_EXAMPLE})",
     )
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
+    parser.add_argument(
+        "--accelerator",
+        metavar="WHAT",
+        help="cpu, or sim[:SCHEDULE]: on the simulated accelerator, with laws about streams and memory (default: cpu)",
+    )
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
     parser.add_argument(
         "--explain",
@@ -97,6 +102,7 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
         "deadline": options.limit,
         "report-dir": options.report_dir,
         "cells": options.cells,
+        "accelerator": options.accelerator,
         "baseline": options.baseline,
         "explain": options.explain,
     }

@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,16 +22,17 @@ from conformance.instruments.facts import StreamFacts
 from conformance.instruments.happens_before import HOST
 from conformance.instruments.streams import Site, TracedStep, assigned_name, site_of, stream_facts
 from conformance.sim import device as simulated
-
-if TYPE_CHECKING:
-    from conformance.sim.trace import Access as Noted
+from conformance.sim.trace import Access as Noted
 
 
 class DeviceStreamTrace(TracedStep):
     """Trace of a step on the simulated device."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, reads_order: bool = False) -> None:
+        """Trace a step; with `reads_order` the host's waits order its later work, see `entries_of`."""
         super().__init__(step)
+        self._reads_order = reads_order
+        self._unseen: list[tuple[int, int]] = []
         self._first: int | None = None
         """Length of the trace when the step began; earlier entries of the allocator count, too."""
         self._marks: list[int] = []
@@ -50,6 +51,15 @@ class DeviceStreamTrace(TracedStep):
         if self._is_open:
             self._noted = simulated.stop_trace()
         super().end()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Open a context for operators of instruments: the host's waits in it order nothing."""
+        begin = simulated.trace_size()
+        try:
+            yield
+        finally:
+            self._unseen.append((begin, simulated.trace_size()))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -83,9 +93,15 @@ class DeviceStreamTrace(TracedStep):
 
         return mark
 
+    def busy_streams(self) -> list[int]:
+        """Return the ids of the streams that worked in the traced step. Must be called before `facts`."""
+        return sorted({entry.stream for entry in self._noted[self._first or 0 :] if entry.kind == "op"})
+
     def facts(self) -> StreamFacts:
         """Return the findings of the trace, and clear it."""
-        entries = entries_of(self._noted, first=self._first or 0, site=self._site)
+        for begin, end in self._unseen:
+            self._noted[begin:end] = [_without_wait(entry) for entry in self._noted[begin:end]]
+        entries = entries_of(self._noted, first=self._first or 0, site=self._site, reads_order=self._reads_order)
         streams = {entry.stream for entry in self._noted}
         names = {stream: self._names.get(stream, f"stream {stream}") for stream in streams | {HOST}}
         self._noted, self._marks, self._sites = [], [], []
@@ -95,6 +111,10 @@ class DeviceStreamTrace(TracedStep):
         """Return where the entry at a position of the trace was issued: by the operator whose mark is behind it."""
         index = bisect_right(self._marks, position)
         return self._sites[index] if index < len(self._sites) else None
+
+
+def _without_wait(noted: Noted) -> Noted:
+    return noted._replace(kind="unseen") if noted.kind.startswith("host_wait") else noted
 
 
 def _note_host(operator: str, accesses: Sequence[tuple[Tensor, bool]]) -> None:

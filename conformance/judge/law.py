@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from conformance.plan.scopes import Scope, Trainers, scope
-from conformance.plan.substrates import PROCESSORS, REAL, Substrate
+from conformance.plan.substrates import REAL, WITHOUT_DEVICES, Substrate
 
 _ATTRIBUTE = "conformance_law"
 _Test = TypeVar("_Test", bound=Callable[..., None])
@@ -52,12 +52,12 @@ def law(
     that the law cannot judge yet, see `conformance.plan.scopes`. A law that judges the numbers of a run says
     `numbers=True`, one that measures the processor's memory `memory=True`. A law `of="any trainer"` judges the evidence
     that `conformance judge` gathers of a trainer, and names the law of ours that it is `like`. Without `substrates` a
-    law is judged on all real ones, one of any trainer on processors. The id, `where`, `gaps`, `numbers` and `of` are
-    literals: `plan.scopes.declared_scopes` reads them without importing the test.
+    law is judged on all real ones, one of any trainer on those that need no devices. The id, `where`, `gaps`, `numbers`
+    and `of` are literals: `plan.scopes.declared_scopes` reads them without importing the test.
     Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
     unknown gap.
     """
-    judged_on = substrates or (REAL if of == "reference trainer" else PROCESSORS)
+    judged_on = substrates or (REAL if of == "reference trainer" else WITHOUT_DEVICES)
     holds = scope(law_id, where=where, gaps=gaps, numbers=numbers, of=of)
 
     def declare(test: _Test) -> _Test:

@@ -10,7 +10,7 @@ from conformance.numerics.arithmetic import OWN
 from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
 from conformance.plan.mesh import Mesh
-from conformance.plan.substrates import Substrate
+from conformance.plan.substrates import SIM, Substrate
 from conformance.run.devices.hardware import Hardware, device_type
 from conformance.torch_release import release
 
@@ -56,10 +56,15 @@ def _lacks_for_ranks(law: Law, cell: Cell, machine: Machine) -> str | None:
     for started in (cell, cell.saver) if cell.steps_before_save else (cell,):
         substrate = machine.hardware.substrate(started.world_size, law.substrates)
         if substrate is None:
-            return _no_devices(started, machine.hardware)
+            return _not_simulated(law) or _no_devices(started, machine.hardware)
         if substrate != "simulated" and started.world_size > machine.max_world_size:
             return f"needs {started.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
     return None
+
+
+def _not_simulated(law: Law) -> str | None:
+    """Return the message for a law that holds on the simulated accelerator alone, or None."""
+    return "is about streams and memory of a device: add --accelerator sim" if law.substrates == SIM else None
 
 
 def judging_substrate(law: Law, cell: Cell, hardware: Hardware) -> Substrate:

@@ -85,6 +85,10 @@ GAPS = {
     "large-models": Gap(
         "model in (deep, half, wide)", "a run takes many times as long; laws on memory judge these models in simulation"
     ),
+    "streams-alike": Gap(
+        "saved_on != none or tied_embeddings = true or batches = uneven",
+        "the law runs each cell under several schedules; streams are used as on the cells without these options",
+    ),
     "large-world-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
     "reshard-modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),
 }

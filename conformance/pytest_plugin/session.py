@@ -297,6 +297,11 @@ class Session:
         return None
 
     @pytest.fixture
+    def under(self, cell: Cell) -> Callable[..., Any] | None:
+        """Declare the fixture `under`, see `conformance.subjects.evidence.Under`."""
+        return None
+
+    @pytest.fixture
     def measure(self) -> Callable[..., Any] | None:
         """Declare the fixture `measure`, see `conformance.assertions.fixtures.Measure`."""
         return None

@@ -14,10 +14,10 @@ class Access(NamedTuple):
 
     Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
     `host_wait_event`, `host_wait_stream`, `host_wait_read` (for a number, or a copy in pageable memory),
-    `host_wait_device` (for each stream of a device), `query` (the host asks whether a stream, or an event, is done), `host` (the
-    host uses pinned memory), `stream` (is created; `event` is the number of its device), `alloc`, `alloc_pinned` (when no stream
-    uses the block any longer), `record_stream`, `free_later` (freed, once the streams of record_stream have finished)
-    and `free` (the memory may be handed out again).
+    `host_wait_device` (for each stream of a device), `query` (the host asks whether a stream, or an event, is done),
+    `host` (the host uses pinned memory), `stream` (is created; `event` is the number of its device), `alloc`,
+    `alloc_pinned` (when no stream uses the block any longer), `record_stream`, `free_later` (freed, once the streams of
+    record_stream have finished) and `free` (the memory may be handed out again).
     """
 
     kind: str

@@ -10,6 +10,7 @@ from conformance.plan.mesh import Mesh
 
 MeshName = Literal["dp2", "hsdp2x2", "dp2-tp2"]
 Precision = Literal["fp32", "bf16"]
+DeviceType = Literal["cpu", "sim"]
 MESHES: Mapping[MeshName, Mapping[str, int]] = {
     "dp2": {"dp_shard": 2},
     "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
@@ -43,9 +44,11 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     uneven: bool = False
     tied: bool = False
     offload: bool = False
-    """True if parameters are offloaded to the host, without pinned memory."""
+    """True if parameters are offloaded to the host, into pinned memory if there is an accelerator."""
     resumed: bool = False
     """True if the run is saved after its first step, built again, and loaded."""
+    device: DeviceType = "cpu"
+    """Type of the device on which ranks compute: the processors, or the simulated accelerator."""
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -68,8 +71,8 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return Workload(self.tied, self.data_ranks, self.accumulation, self.uneven)
 
 
-def subject_cell(cell: Cell) -> SubjectCell:
-    """Return the options that a trainer has on a cell of the profile `trainers`."""
+def subject_cell(cell: Cell, *, device: DeviceType = "cpu") -> SubjectCell:
+    """Return the options that a trainer has on a cell of the profile `trainers`, on a type of device."""
     count = cell.accumulation
     return SubjectCell(
         mesh=cell.mesh,  # type: ignore[arg-type]
@@ -80,6 +83,7 @@ def subject_cell(cell: Cell) -> SubjectCell:
         tied=cell.tied_embeddings,
         offload=cell.offload == "cpu",
         resumed=cell.saved_on == "same",
+        device=device,
     )
 
 

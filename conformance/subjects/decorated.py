@@ -36,6 +36,8 @@ class ParallelConfig:
     """True if the model is on the meta device; the suite materialises and initialises it afterwards."""
     offload: bool = False
     """True if parameters must be offloaded to the host."""
+    pin_memory: bool = False
+    """True if offloaded parameters are in pinned memory, for which an accelerator is needed."""
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -46,13 +48,19 @@ class ParallelConfig:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Policy for `fully_shard`; host memory is not pinned, since there may be no accelerator to pin it for."""
-        return CPUOffloadPolicy(pin_memory=False) if self.offload else OffloadPolicy()
+        """Policy for `fully_shard`; host memory is pinned if ranks compute on an accelerator."""
+        return CPUOffloadPolicy(pin_memory=self.pin_memory) if self.offload else OffloadPolicy()
 
 
 def configured(cell: SubjectCell) -> ParallelConfig:
     """Return the configuration of a cell."""
-    return ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta", offload=cell.offload)
+    return ParallelConfig(
+        cell.mesh,
+        cell.precision,
+        on_meta=cell.init == "meta",
+        offload=cell.offload,
+        pin_memory=cell.offload and cell.device != "cpu",
+    )
 
 
 SGD_OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -14,7 +15,7 @@ from conformance.oracles.tolerance import FP32_ROUNDOFF
 from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.shards import CapturedShards
-from conformance.subjects.cells import SubjectCell, subject_cell
+from conformance.subjects.cells import SubjectCell
 from conformance.subjects.facts import OwnErrors, ReferenceFacts, ShardedParameter, SubjectFacts
 
 FP32_FACTOR = 8.0
@@ -37,9 +38,9 @@ their sum where one process rounds once, and gradients that are reduced in bf16 
 class SubjectRecord(CapturedShards):
     """Record of the ranks of a subject on a cell."""
 
-    def __init__(self, directory: Path, cell: Cell, facts: Sequence[SubjectFacts]) -> None:
+    def __init__(self, directory: Path, cell: Cell, options: SubjectCell, facts: Sequence[SubjectFacts]) -> None:
         super().__init__(directory, name=cell.id, world_size=cell.world_size)
-        self.cell = subject_cell(cell)
+        self.cell = options
         self._facts = facts
 
     @property
@@ -110,6 +111,16 @@ class Evidence:
     def steps(self) -> range:
         """Numbers of the steps."""
         return range(len(self.cell.accumulation))
+
+
+class Under(Protocol):
+    """Fixture `under`: the record of the cell's run under a schedule of the simulated accelerator.
+
+    All steps of a repeated run are the first one, see `TrainJob.is_repeated`.
+    """
+
+    def __call__(self, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
+        """See `SubjectRuns.under`."""
 
 
 def measured_bound(factor: float, own: float, overall: float) -> Bound:

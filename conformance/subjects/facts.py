@@ -2,7 +2,7 @@
 
 import msgspec
 
-from conformance.instruments.facts import Collective
+from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.taps import Line
 from conformance.subjects.cells import SubjectCell, Workload
 
@@ -21,6 +21,49 @@ class ShardedParameter(msgspec.Struct, frozen=True):
     replica_ranks: list[list[int]]
     """Ranks that hold copies, for each mesh dimension that does not shard the parameter."""
     is_trained: bool
+
+
+class PhasePeaks(msgspec.Struct, frozen=True):
+    """Peaks of the caching allocator in one phase of a step, in bytes above those before the model was built."""
+
+    step: int
+    """Number of the step; -1 while the model is built."""
+    phase: str
+    requested_bytes: int
+    """Bytes that torch asked for, before the allocator rounds."""
+    waiting_bytes: int
+    """Bytes of blocks that are freed and wait for a stream: peak of active memory above that of allocated memory."""
+
+
+class HeldMemory(msgspec.Struct, frozen=True):
+    """Memory that the caching allocator holds after a step, in bytes above that before the model was built."""
+
+    step: int
+    """Number of the step; -1 when the model is built."""
+    requested_bytes: int
+    """Bytes that torch asked for, before the allocator rounds."""
+    known_bytes: dict[str, int]
+    """Bytes on the device of the storages of `parameters`, `gradients`, `buffers` and of the `optimizer`'s state."""
+    other_bytes: int
+    """Bytes of all else."""
+
+
+class AllocatorFacts(msgspec.Struct, frozen=True):
+    """Caching allocator of one rank, see `accelerator.AllocatorLog`."""
+
+    peaks: list[PhasePeaks]
+    held: list[HeldMemory]
+
+
+class AcceleratorFacts(msgspec.Struct, frozen=True):
+    """Simulated accelerator of one rank, see `accelerator.AcceleratorLog`."""
+
+    schedule: str
+    busy_streams: list[int]
+    """Streams of the run that worked in the last step, by their numbers in a schedule `starve:N`."""
+    streams: StreamFacts
+    """Streams in the last step."""
+    allocator: AllocatorFacts
 
 
 class SubjectFacts(msgspec.Struct, frozen=True):
@@ -56,6 +99,12 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Line of the trainer that last wrote each parameter and buffer when the model was built; only of a tapped run."""
     sharding: list[Line] = []
     """Lines that called `fully_shard`; only of a tapped run."""
+    accelerator: AcceleratorFacts | None = None
+    """Streams and memory of the accelerator, if there is one."""
+    batch_bytes: int = 0
+    """Bytes of the micro-batches of the step that has most."""
+    is_own_loop: bool = False
+    """True if the trainer's own code takes the steps, False if the suite's loop does."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -131,6 +180,10 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """File with the initial weights of the reference."""
     directory: str
     defect: str | None = None
+    schedule: str = ""
+    """Schedule of the simulated accelerator; empty for the session's."""
+    is_repeated: bool = False
+    """True for a run all of whose steps are the first one: the same micro-batches, and updates of size 0."""
 
 
 class Description(msgspec.Struct, frozen=True):

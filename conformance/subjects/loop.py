@@ -27,9 +27,13 @@ class DataGroup:
 
     def total(self, number: float) -> float:
         """Return the sum of a number over the ranks with different data. A collective of the world, in fp64."""
-        tensor = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return float(tensor) / self.copies
+        return float(self.sum(torch.tensor(number, dtype=torch.float64)))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of an fp64 scalar over the ranks with different data, for which the host does not wait."""
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total / self.copies
 
 
 SaveOrLoad = Callable[[nn.Module, Optimizer, Path], object]
@@ -78,18 +82,18 @@ class Loop:
             raise SubjectMistake("the run was made without functions that save and load it")
         return self.saving
 
-    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
-        """Train a step; returns its mean loss."""
+    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> Tensor:
+        """Train a step; returns its mean loss, which the host has not waited for: its wait would hide races."""
         count = self.data.total(sum(self.count(batch) for batch in micro_batches))
         scale = (self.data.ranks if self.averaged else 1) / count
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             set_gradient_sync(self.model, is_last=index == len(micro_batches) - 1)
             observer.phase("forward", step=step)
             loss = self.loss(self.model, to_device(batch, self.device))
             observer.phase("backward", step=step)
             torch.autograd.backward(loss * scale)
-            loss_sum += scalar(loss)
+            loss_sum += plain(loss)
         observer.gradients(self.model, step=step)
         observer.phase("clip", step=step)
         norm = self.clip(self.model.parameters())
@@ -98,13 +102,18 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
-        return self.data.total(loss_sum) / count
+        return self.data.sum(loss_sum) / count
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor, plain or DTensor, as a plain one without gradient."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def scalar(tensor: Tensor) -> float:
     """Return the number in a scalar tensor, plain or DTensor."""
-    tensor = tensor.detach()
-    return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    return float(plain(tensor))
 
 
 def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
+from conformance.subjects.accelerator import BUILD, AcceleratorLog
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
-from conformance.subjects.loop import scalar
+from conformance.subjects.loop import Loop, scalar
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
 
@@ -64,6 +65,10 @@ def uninitialised_elements(tensor: Tensor) -> int:
     return 0 if shard.dtype == torch.bool else int((shard == torch.iinfo(shard.dtype).max).sum())
 
 
+class _SeesPhases(Protocol):
+    def phase(self, name: Phase, *, step: int) -> None: ...
+
+
 class SubjectRecorder:
     """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
 
@@ -75,8 +80,12 @@ class SubjectRecorder:
         aliases: Collection[str],
         begin: Callable[[Built], None],
         writers: Writers | None = None,
+        accelerator: AcceleratorLog | None = None,
     ) -> None:
-        """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules."""
+        """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
+
+        `accelerator` has been there before the run was built.
+        """
         self._begin = begin
         self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
@@ -84,11 +93,13 @@ class SubjectRecorder:
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]
+        self._accelerator = accelerator
+        outcomes += [accelerator.trace.listen] if accelerator else []
         self._tap = DispatchTap(listeners, outcomes=outcomes)
         self._written: dict[str, Line] = {}
         self._sharded: dict[str, nn.Parameter] = {}
-        self._kept_step = -1
-        self._step = -1
+        self._ended_step = BUILD
+        self._step = BUILD
         self._norms: list[float] = []
         self._uninitialised: dict[str, int] = {}
         self._parameters: dict[str, ShardedParameter] = {}
@@ -127,7 +138,7 @@ class SubjectRecorder:
 
         Must be called inside of `listening`. Raises SubjectMistake if it is another model.
         """
-        with self._tap.paused():
+        with self._unseen():
             if self._is_begun:
                 self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
                 self._hook(self._run.model)
@@ -137,6 +148,8 @@ class SubjectRecorder:
                 self._is_begun = True
                 self._look_at(self._run.model)
                 self._begin(self._run)
+                if self._accelerator:
+                    self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=BUILD)
             self._sharded = dict(self._run.model.named_parameters())
             if self.taps:
                 self.taps.attach(self._run.model)
@@ -182,29 +195,43 @@ class SubjectRecorder:
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
         if name == "idle" or step != self._step:
-            self._keep_state()
+            self._end_step()
         self._phase, self._step = name, step
-        for instrument in filter(None, (self.taps, self._writers)):
+        observers: tuple[_SeesPhases | None, ...] = (self.taps, self._writers, self._accelerator)
+        for instrument in filter(None, observers):
             instrument.phase(name, step=step)
         self._dtypes.phase(name, step=step)
         self._collectives.phase(name, step=step)
 
-    def _keep_state(self) -> None:
-        """Keep the results of a step of a tapped run, once: a trainer may not tell that it is idle."""
-        if self.taps and self._step > self._kept_step:
-            self._kept_step = self._step
-            with self._tap.paused(), torch.no_grad():
+    def _end_step(self) -> None:
+        """Keep the results of a step, once: a trainer may not tell that it is idle."""
+        if self._step <= self._ended_step:
+            return
+        self._ended_step = self._step
+        with self._unseen(), torch.no_grad():
+            if self._accelerator:
+                self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=self._step)
+            if self.taps:
                 self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Open a context for the suite's own operators, which instruments leave out."""
+        with ExitStack() as stack:
+            stack.enter_context(self._tap.paused())
+            if self._accelerator:
+                stack.enter_context(self._accelerator.unseen())
+            yield
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
-        with self._tap.paused(), torch.no_grad():
+        with self._unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
 
     def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
         """Keep the clipped gradients and their norm."""
-        with self._tap.paused(), torch.no_grad():
+        with self._unseen(), torch.no_grad():
             self._norms.append(scalar(torch.as_tensor(norm)))
             self._capture.clipped(model, norm=norm, step=step)
             layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
@@ -226,8 +253,7 @@ class SubjectRecorder:
                 f"{len(losses)} steps were taken, and {told}: call observer.phase('backward', step=...)"
             )
         run, rank = self._run, dist.get_rank()
-        if self._kept_step != self._step and self.taps:
-            self._capture.after_step(self._sharded, run.optimizer, step=self._step)
+        self._end_step()
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()
@@ -250,6 +276,8 @@ class SubjectRecorder:
             unsharded=self._unsharded,
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
+            accelerator=self._accelerator.facts() if self._accelerator else None,
+            is_own_loop=not isinstance(run, Loop),
         )
 
     def _named(self, name: str) -> str:

@@ -58,7 +58,7 @@ class Built(Protocol):
 class Run(Built, Protocol):
     """One rank of a subject whose steps the suite asks for, one by one."""
 
-    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
+    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float | Tensor:
         """Train a step: forward and backward of each micro-batch, clip, step; returns the loss that is logged."""
 
 
@@ -66,7 +66,7 @@ class Run(Built, Protocol):
 class LoopedRun(Built, Protocol):
     """One rank of a subject whose own loop takes all steps in one call."""
 
-    def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
+    def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> Sequence[float | Tensor]:
         """Train on the micro-batches of each step; returns the loss of each step that is logged."""
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from conformance.run.ranks.messages import RankReport
 from conformance.run.record import Header, RecordFile, read_record, read_results, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
-from conformance.subjects.cells import reference_cell, subject_cell
+from conformance.subjects.cells import SubjectCell, reference_cell, subject_cell
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
@@ -49,10 +49,12 @@ class SubjectRuns:
             raise ValueError("the record store names no subject")
         self.store, self.subject = store, _target(store.subject)
         self.clock = Clock()
+        simulated = store.hardware.simulated
+        self._is_simulated = simulated is not None and not simulated.lacks
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the arguments that a law's test may have, by name: the cell, and the evidence of a run on it."""
-        return {"cell": cell, "evidence": self.evidence(cell)}
+        """Return the arguments that a law's test may have, by name, see `conformance.subjects.evidence`."""
+        return {"cell": cell, "evidence": self.evidence(cell), "under": partial(self.under, cell)}
 
     def description(self) -> Description:
         """Return the packages of the subject; raises CellFailed if it cannot be loaded."""
@@ -66,34 +68,49 @@ class SubjectRuns:
         directory = self._alone("train_reference", base, _payload(job))
         return _reference(directory)
 
+    def under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
+        """Return the record of a cell on the simulated accelerator under a schedule; see `TrainJob.is_repeated`.
+
+        Raises as `evidence` does.
+        """
+        return self._trained(cell, self.reference(cell), schedule=schedule, is_repeated=is_repeated)
+
     def evidence(self, cell: Cell, *, tapped: bool = False) -> Evidence:
         """Return the record of a cell with its reference; of a `tapped` run with taps in its directory.
 
         Raises CellFailed if a rank does not finish. Raises Unsupported for a cell that the subject refuses, and after
         another cell has hung: each of the others would probably take all of its time, too.
         """
-        payload = _payload({"subject": self.subject, "cell": subject_cell(cell)})
+        payload = _payload({"subject": self.subject, "cell": self._options(cell)})
         (reason,) = read_results(self._alone("unsupported", cell, payload))
         if reason is not None:
             raise Unsupported(reason)
         reference = self.reference(cell)
         if cell.batches == "uneven" and not reference.facts.varies:
             raise Unsupported("count() is the same for all batches")
+        return Evidence(self._trained(cell, reference, tapped=tapped), reference)
+
+    def _trained(
+        self, cell: Cell, reference: Reference, *, tapped: bool = False, schedule: str = "", is_repeated: bool = False
+    ) -> SubjectRecord:
         task = "train_tapped_subject" if tapped else "train_subject"
-        header = self._header(task, cell, defect=self.store.defect)
+        run = f"{task} {schedule}{' repeated' * is_repeated}" if schedule else task
+        header = self._header(run, cell, defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(
             subject=self.subject,
-            cell=subject_cell(cell),
+            cell=self._options(cell),
             max_norm=reference.facts.max_norm,
             names=reference.facts.parameters,
             aliases=reference.facts.aliases,
             weights=str(reference.directory / WEIGHTS_FILE),
             directory="",
             defect=self.store.defect,
+            schedule=schedule,
+            is_repeated=is_repeated,
         )
         directory = self._run(header, _payload(job), world_size=cell.world_size, kind=self._kind(cell))
-        return Evidence(_record(directory, cell), reference)
+        return _record(directory, cell, self._options(cell))
 
     def expected_steps(self, cell: Cell, *, weights: Path, record: Path) -> Path:
         """Return the directory with each step of a tapped run as one process computes it, see `expectation`.
@@ -101,7 +118,7 @@ class SubjectRuns:
         `weights` is a file with the full weights with which each step of the run began, `record` its directory.
         """
         job = StepsJob(
-            subject=self.subject, cell=subject_cell(cell), weights=str(weights), record=str(record), directory=""
+            subject=self.subject, cell=self._options(cell), weights=str(weights), record=str(record), directory=""
         )
         return self._alone("compute_steps", cell, _payload(job), defect=self.store.defect)
 
@@ -110,6 +127,9 @@ class SubjectRuns:
         header = self._header("train_subject", cell, defect=self.store.defect)
         record = read_record(self.store.directory_of(header))
         return record.failure if record else None
+
+    def _options(self, cell: Cell) -> SubjectCell:
+        return subject_cell(cell, device="sim" if self._is_simulated else "cpu")
 
     def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
         header = self._header(function, cell, defect=defect, alone=True)
@@ -120,7 +140,7 @@ class SubjectRuns:
             cell=cell,
             session=self.store.session,
             torch=self.store.torch_version,
-            substrate="gloo",
+            substrate="sim" if self._is_simulated else "gloo",
             defect=defect,
             experiment=f"{_TASKS}:{function}",
             alone=alone,
@@ -131,7 +151,7 @@ class SubjectRuns:
         """Return the directory of a run, in which its ranks leave their files; raises CellFailed if one fails."""
 
         def execute(directory: Path) -> RecordFile:
-            task = Task(header.experiment, {**payload, "directory": str(directory)}, kind=kind)
+            task = Task(header.experiment.partition(" ")[0], {**payload, "directory": str(directory)}, kind=kind)
             environment = {**self.store.hardware.environment(header.substrate), **_UNDER_TORCHRUN}
             left_s = self.store.left_s(self.clock)
             try:
@@ -171,10 +191,10 @@ def _reference(directory: Path) -> Reference:
     return Reference(directory, REFERENCE_FILE, _first_result(directory, ReferenceFacts))
 
 
-@lru_cache(maxsize=4)
-def _record(directory: Path, cell: Cell) -> SubjectRecord:
+@lru_cache(maxsize=16)
+def _record(directory: Path, cell: Cell, options: SubjectCell) -> SubjectRecord:
     facts = [msgspec.convert(result, SubjectFacts) for result in read_results(directory)]
-    return SubjectRecord(directory, cell, facts)
+    return SubjectRecord(directory, cell, options, facts)
 
 
 def _first_result(directory: Path, type_: type[_Result]) -> _Result:

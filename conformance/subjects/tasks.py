@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.defects.catalogue import injected
-from conformance.experiments.context import start_process_group
+from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.sharding import local
@@ -23,9 +23,11 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
+from conformance.sim import device as simulated
 from conformance.subjects import reference
+from conformance.subjects.accelerator import BLOCK_BYTES, AcceleratorLog
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
-from conformance.subjects.data import micro_batches
+from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
@@ -50,21 +52,27 @@ WEIGHTS_FILE = "weights.safetensors"
 """Initial weights in fp32, by name."""
 
 
-def describe(_context: RankContext, payload: dict[str, Any]) -> Any:
+def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that `payload["subject"]` names."""
-    subject = load_subject(payload["subject"])
+    subject = _loaded(context, payload["subject"])
     return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=list(subject.shims)))
 
 
-def unsupported(_context: RankContext, payload: dict[str, Any]) -> str | None:
+def unsupported(context: RankContext, payload: dict[str, Any]) -> str | None:
     """Return why the subject that `payload["subject"]` names cannot run the cell of the payload, or None."""
-    return load_subject(payload["subject"]).unsupported(msgspec.convert(payload["cell"], SubjectCell))
+    return _loaded(context, payload["subject"]).unsupported(msgspec.convert(payload["cell"], SubjectCell))
 
 
-def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
+def _loaded(context: RankContext, name: str) -> Subject:
+    """Return a subject whose module finds the session's accelerator when it is imported."""
+    device_of(context)
+    return load_subject(name)
+
+
+def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject's model in one process; returns ReferenceFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, ReferenceJob)
-    subject = load_subject(job.subject)
+    subject = _loaded(context, job.subject)
     exact, why_not_fp64 = _most_accurate(subject, job.workload)
     max_norm = reference.half_of(exact.norms[0])
     orders = range(reference.ORDERS)
@@ -103,7 +111,7 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
 def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject on this rank; returns SubjectFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, TrainJob)
-    subject = load_subject(job.subject)
+    subject = _loaded(context, job.subject)
     with injected(job.defect):
         return msgspec.to_builtins(_train(context, subject, job))
 
@@ -111,27 +119,37 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
 def train_tapped_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train as `train_subject` does, with taps on all modules, which `conformance.localisation` reads."""
     job = msgspec.convert(payload, TrainJob)
-    subject = load_subject(job.subject)
+    subject = _loaded(context, job.subject)
     with injected(job.defect):
         facts = _train(context, subject, job, writers=Writers())
     return msgspec.msgpack.decode(msgspec.msgpack.encode(facts))  # with lists in place of tuples
 
 
-def compute_steps(_context: RankContext, payload: dict[str, Any]) -> None:
+def compute_steps(context: RankContext, payload: dict[str, Any]) -> None:
     """Compute each step of a run in one process, and write it into the job's directory; see `expectation`."""
     job = msgspec.convert(payload, StepsJob)
-    write_expected_steps(load_subject(job.subject), job)
+    write_expected_steps(_loaded(context, job.subject), job)
 
 
 def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Writers | None = None) -> SubjectFacts:
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
-    with ExitStack() as uninitialised:
+    accelerator = None
+    if device.type == simulated.NAME:
+        last_step = len(job.cell.accumulation) - 1
+        accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
+    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
         uninitialised.enter_context(uninitialised_is_nan())
         with DispatchTap([], outcomes=[writers.listen_to_outcomes]) if writers else nullcontext():
             run = build()
-        begin = partial(_begin, job, uninitialised)
-        recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases, begin=begin, writers=writers)
+        recorder = SubjectRecorder(
+            run,
+            names=job.names,
+            aliases=job.aliases,
+            begin=partial(_begin, job, uninitialised),
+            writers=writers,
+            accelerator=accelerator,
+        )
         with recorder.listening():
             if not isinstance(run, SelfShardingRun):
                 recorder.built()
@@ -139,6 +157,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
     facts = recorder.finish(losses, Path(job.directory))
     if recorder.taps:
         recorder.taps.write(Path(job.directory), rank=dist.get_rank())
+    facts = msgspec.structs.replace(facts, batch_bytes=max(map(_bytes_of, _batches(subject, job, run))))
     destroy_process_group()
     return facts
 
@@ -156,6 +175,9 @@ def _begin(job: TrainJob, uninitialised: ExitStack, run: Built) -> None:
     """After inspection, load the reference weights."""
     uninitialised.close()
     load_weights(run.model, Path(job.weights), job.aliases)
+    if job.is_repeated:
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 0
     built(run.model, run.optimizer, job.max_norm)
 
 
@@ -167,22 +189,34 @@ def _all_steps(
     recorder: SubjectRecorder,
 ) -> list[float]:
     """Take all steps, the last ones with a newly built run if the cell is resumed; returns logged losses."""
-    workload = job.cell.workload
-    steps = range(len(workload.accumulation))
-    batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
+    batches = _batches(subject, job, run)
     if not job.cell.resumed:
-        return _trained(run, batches, recorder, first=0)
-    losses = _trained(run, batches[:SAVED_AFTER], recorder, first=0)
-    run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
-    return losses + _trained(run, batches[SAVED_AFTER:], recorder, first=SAVED_AFTER)
+        losses = _trained(run, batches, recorder, first=0)
+    else:
+        losses = _trained(run, batches[:SAVED_AFTER], recorder, first=0)
+        run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
+        losses += _trained(run, batches[SAVED_AFTER:], recorder, first=SAVED_AFTER)
+    return [float(loss) for loss in losses]
+
+
+def _batches(subject: Subject, job: TrainJob, run: Built) -> list[list[Batch]]:
+    """Return the micro-batches of each step on this rank."""
+    workload = job.cell.workload
+    steps = [0 if job.is_repeated else step for step in range(len(workload.accumulation))]
+    return [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
+
+
+def _bytes_of(batches: Sequence[Batch]) -> int:
+    """Return the bytes that an allocator hands out for micro-batches: it rounds those of each tensor."""
+    return sum(-(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES for batch in batches for tensor in tensors(batch))
 
 
 def _trained(
     run: Run | LoopedRun, batches: Sequence[Sequence[Batch]], recorder: SubjectRecorder, *, first: int
-) -> list[float]:
+) -> list[float | Tensor]:
     """Take the steps from the one with the number `first` on; returns the losses that are logged."""
     if isinstance(run, LoopedRun):
-        return run.train(batches, recorder)
+        return [*run.train(batches, recorder)]
     return [run.step(step, micro, recorder) for step, micro in enumerate(batches, start=first)]
 
 
@@ -244,16 +278,16 @@ def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any,
 
 
 def _write(directory: Path, exact: Trajectory, single: Trajectory) -> None:
-    tensors: dict[str, Tensor] = {f"initial/{name}": tensor for name, tensor in exact.initial.items()}
+    written: dict[str, Tensor] = {f"initial/{name}": tensor for name, tensor in exact.initial.items()}
     for step, (gradients, parameters) in enumerate(zip(exact.gradients, exact.parameters, strict=True)):
-        tensors |= {f"step{step}/gradient/{name}": tensor for name, tensor in gradients.items()}
-        tensors |= {f"step{step}/parameter/{name}": tensor for name, tensor in parameters.items()}
-    write_tensors(directory / REFERENCE_FILE, _contiguous(tensors))
+        written |= {f"step{step}/gradient/{name}": tensor for name, tensor in gradients.items()}
+        written |= {f"step{step}/parameter/{name}": tensor for name, tensor in parameters.items()}
+    write_tensors(directory / REFERENCE_FILE, _contiguous(written))
     write_tensors(directory / WEIGHTS_FILE, _contiguous(single.initial))
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+def _contiguous(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in named.items()}
 
 
 def _relative(measured: list[float], exact: list[float]) -> float:

@@ -80,7 +80,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def initialize(model: nn.Module) -> None:
     forget_table(model)
-    model.table = angles()
+    model.table = angles().to(model.table.device)
 
 
 def forget_table(model: nn.Module) -> None:
@@ -368,8 +368,8 @@ class WithSlots(Model):
 
 def initialize_all(model: nn.Module) -> None:
     initialize(model)
-    model.slots = slots()
-    model.best = torch.tensor(torch.nan)
+    model.slots = slots().to(model.slots.device)
+    model.best = torch.tensor(torch.nan, device=model.best.device)
 
 
 meant = declare(model=WithSlots, initialize=initialize_all)(shard)

@@ -65,6 +65,7 @@ class ReferenceTrainer(OfDecoder):
             precision="bf16-mp" if cell.precision == "bf16" else "fp32",
             init=cell.init,
             offload="cpu" if cell.offload else "none",
+            pin_memory=cell.offload and device.type != "cpu",
         )
         return ReferenceRun(Trainer(config, device=device, world_size=dist.get_world_size()))
 

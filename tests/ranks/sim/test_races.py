@@ -205,7 +205,9 @@ def test_a_missing_wait_is_named_with_the_smallest_schedule(tmp_path: Path) -> N
     assert exploration.explained_by == [0]
     report = text(exploration)
     assert "aten::add" in report
-    assert re.search(r"coverage: \d distinct orders of execution in 3 runs\n  2 distinct orders of the 1 unordered", report)
+    assert re.search(
+        r"coverage: \d distinct orders of execution in 3 runs\n  2 distinct orders of the 1 unordered", report
+    )
     assert msgspec.json.decode(msgspec.json.encode(exploration), type=Exploration) == exploration
 
 
