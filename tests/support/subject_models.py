@@ -78,9 +78,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(batch[0]).float(), batch[1], reduction="sum")
 
 
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
 def initialize(model: nn.Module) -> None:
     forget_table(model)
-    model.table = angles().to(model.table.device)
+    model.table = angles().to(device_of(model))
 
 
 def forget_table(model: nn.Module) -> None:
@@ -368,8 +372,8 @@ class WithSlots(Model):
 
 def initialize_all(model: nn.Module) -> None:
     initialize(model)
-    model.slots = slots().to(model.slots.device)
-    model.best = torch.tensor(torch.nan, device=model.best.device)
+    model.slots = slots().to(device_of(model))
+    model.best = torch.tensor(torch.nan, device=device_of(model))
 
 
 meant = declare(model=WithSlots, initialize=initialize_all)(shard)

@@ -80,10 +80,14 @@ def read_expectations(file: Path = _FILE) -> Expectations:
     """Return the expected outcomes. Raises ConfigError for a mistake, such as a reason that is not listed."""
     document = load(file)
     expectations = convert(document, Expectations)
-    for where, rows in (("failures", expectations.failures), ("skips", expectations.skips)):
-        for number, row in enumerate(rows):
-            if row.reason not in expectations.reasons:
-                raise document.error(f"$.{where}[{number}].reason", f"no reason is called {row.reason!r}")
+    reasons = {
+        "failures": [row.reason for row in expectations.failures],
+        "skips": [row.reason for row in expectations.skips],
+    }
+    for where, given in reasons.items():
+        for number, reason in enumerate(given):
+            if reason not in expectations.reasons:
+                raise document.error(f"$.{where}[{number}].reason", f"no reason is called {reason!r}")
     return expectations
 
 

@@ -1,15 +1,17 @@
-"""Any program on the simulated device: the door, several devices, random numbers, children, and `conformance sim run`."""
+"""Any program on the simulated device: the door, several devices, random numbers, children, `conformance sim run`."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from conformance.sim import generators
+from conformance.sim import torch_sim as SIM  # noqa: N812 - as programs name it, torch.sim
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
 from tests.support.simulated_processes import enabled_exit_code, library
 
@@ -19,21 +21,21 @@ LIMIT_S = 120.0
 def devices_have_memory_and_streams_of_their_own() -> None:
     one, other = torch.ones(3, device="sim:1"), torch.ones(3, device="sim")
     assert (torch.accelerator.device_count(), other.device) == (2, torch.device("sim", 0))
-    with pytest.raises(RuntimeError, match="same device.*sim:1 and sim:0"):
+    with pytest.raises(RuntimeError, match=r"same device.*sim:1 and sim:0"):
         one + other
     with pytest.raises(RuntimeError, match="invalid device ordinal: sim:2 of 2"):
         torch.ones(1, device="sim:2")
-    assert torch.sim.memory_allocated(0) == torch.sim.memory_allocated(1) == 512
-    with torch.sim.device(1):
-        assert (one * 2).device == torch.device("sim", torch.sim.current_device())
-        stream = torch.sim.Stream()
-    assert torch.sim.current_device() == 0
-    with torch.sim.stream(stream):
-        assert torch.sim.current_stream() == stream
-        assert torch.sim.current_stream(0) == torch.sim.default_stream(0)
-    (segment,) = torch.sim.memory_snapshot(1)
-    assert segment["total_size"] == torch.sim.memory_reserved(1)
-    assert [block["state"] for block in segment["blocks"]][0] == "active_allocated"
+    assert SIM.memory_allocated(0) == SIM.memory_allocated(1) == 512
+    with SIM.device(1):
+        assert (one * 2).device == torch.device("sim", SIM.current_device())
+        stream = SIM.Stream()
+    assert SIM.current_device() == 0
+    with SIM.stream(stream):
+        assert SIM.current_stream() == stream
+        assert SIM.current_stream(0) == SIM.default_stream(0)
+    (segment,) = SIM.memory_snapshot(1)
+    assert segment["total_size"] == SIM.memory_reserved(1)
+    assert next(block["state"] for block in segment["blocks"]) == "active_allocated"
 
 
 def copies_between_devices_wait_for_both() -> None:
@@ -50,12 +52,12 @@ def copies_between_devices_wait_for_both() -> None:
 
 def generators_are_seeded_and_restored() -> None:
     torch.manual_seed(3)
-    state = torch.sim.get_rng_state()
+    state = generators.get_rng_state()
     first, second = torch.randn(20, device="sim"), torch.randn(20, device="sim")
     host = torch.randn(20)
     assert torch.equal(first.cpu(), host), "the first numbers are the CPU's, whose state is another"
     assert not torch.equal(first, second)
-    torch.sim.set_rng_state(state)
+    generators.set_rng_state(state)
     assert torch.equal(torch.randn(20, device="sim"), first)
     generator = torch.Generator(device="sim:1").manual_seed(3)
     assert torch.equal(torch.randn(20, generator=generator, device="sim:1").cpu(), host)
@@ -67,16 +69,16 @@ def generators_are_seeded_and_restored() -> None:
 
 
 def events_are_timed() -> None:
-    start, end = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
+    start, end = SIM.Event(enable_timing=True), SIM.Event(enable_timing=True)
     start.record()
     torch.ones(4, device="sim").exp_()
     end.record()
     with pytest.raises(RuntimeError, match="completed"):
         start.elapsed_time(end)
-    torch.sim.synchronize()
+    SIM.synchronize()
     assert start.elapsed_time(end) >= 0
-    assert isinstance(start, torch.sim.Event)
-    assert isinstance(torch.sim.current_stream(), torch.sim.Stream)
+    assert isinstance(start, SIM.Event)
+    assert isinstance(SIM.current_stream(), SIM.Stream)
 
 
 def forks_before_the_first_tensor_have_the_device() -> None:
@@ -127,10 +129,14 @@ def test_programs_have(check: Callable[[], None]) -> None:
     assert enabled_exit_code(check, devices=2) == 0
 
 
-def output_of(*command: str, status: int = 0, **variables: str) -> str:
+def output_of(*command: str, status: int = 0, variables: Mapping[str, str] | None = None) -> str:
     """Return the output of a Python command; nothing where no compiler can build the device."""
     done = subprocess.run(
-        [sys.executable, *command], env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, *command],
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == status, done.stderr[-2000:]
     return done.stdout + done.stderr
@@ -146,9 +152,9 @@ for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, pin_memor
 
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
 def test_the_environment_gives_the_device_to_a_process_that_imports_torch() -> None:
-    assert output_of("-c", DATA, **{SCHEDULE_VARIABLE: "lazy"}) == "True 6.0\nTrue 22.0\n"
+    assert output_of("-c", DATA, variables={SCHEDULE_VARIABLE: "lazy"}) == "True 6.0\nTrue 22.0\n"
     assert "unknown" not in output_of("-c", "import conformance.simulated_device, torch; torch.ones(1, device='sim')")
-    wrong = output_of("-c", "import torch", status=1, **{SCHEDULE_VARIABLE: "late"})
+    wrong = output_of("-c", "import torch", status=1, variables={SCHEDULE_VARIABLE: "late"})
     assert "write eager, lazy" in wrong
 
 
@@ -193,7 +199,7 @@ def test_tests_of_any_project_run_on_the_device(tmp_path: Path) -> None:
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
     assert "1 passed" in output_of(*pytest_command, "--sim", "--sim-devices", "2")
     assert "write a number from 1 to 8" in output_of(*pytest_command, "--sim", "--sim-devices", "9", status=4)
-    assert "1 failed" in output_of(*pytest_command, status=1, **{DEVICES_VARIABLE: ""})
+    assert "1 failed" in output_of(*pytest_command, status=1, variables={DEVICES_VARIABLE: ""})
 
 
 def test_programs_that_are_missing_are_usage_errors() -> None:
