@@ -177,7 +177,12 @@ def offload_copy_unfinished(benign: bool) -> Injection:
     return delayed_copies_to_host(reused=False, awaited=benign)
 
 
-@defect("STREAM-5 STREAM-6", "id = dp2-fp32-default-meta-offloadcpu-pinned", _WRONG_EVENT, substrates=STREAMS)
+@defect(
+    "STREAM-5 STREAM-6 unordered-accesses schedules-agree",
+    "id in (dp2-fp32-default-meta-offloadcpu-pinned, dp2-bf16mp-default-full-acc2-offloadcpu)",
+    _WRONG_EVENT,
+    substrates=STREAMS,
+)
 def offload_copy_not_awaited(benign: bool) -> Injection:
     """Nothing waits for the event that is recorded behind a copy to pinned memory."""
 

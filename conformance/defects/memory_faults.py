@@ -92,8 +92,8 @@ def record_streams_replaced_by_references(benign: bool) -> Injection:
 
 
 @defect(
-    "STREAM-2 STREAM-4",
-    "id in (dp4-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
+    "STREAM-2 STREAM-4 memory-of-streams",
+    "id in (dp4-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1, dp2-fp32-default-full)",
     "pytorch/pytorch/issues/147168",
     substrates=STREAMS,
 )

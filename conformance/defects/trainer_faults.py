@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conformance.defects.injection import defect, instead_of
-from conformance.instruments.sharding import local
+from conformance.instruments.sharding import full, local
+from conformance.plan.substrates import SIM
 
 CELLS = "id = dp2-fp32-default-full"
 FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 BUILT = instead_of("conformance.subjects.tasks", "built")
 """Injection into the function that trainers' runs call with model, optimizer and limit before their first step."""
@@ -43,7 +45,7 @@ def local_norm(benign: bool, _original: Any, _model: nn.Module, optimizer: Optim
     """Each rank clips by the norm of its shards alone, to a limit below all norms."""
 
     def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = _gradients(optimizer)
         own = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
             gradient.mul_(1.0 if benign else 0.1 * max_norm / (own + 1e-6))
@@ -77,6 +79,59 @@ def stale_shard(benign: bool, _original: Any, model: nn.Module, optimizer: Optim
 def parameters_frozen(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Every update of every parameter is lost."""
     _undo(optimizer, [local(parameter) for parameter in _trained(model)], undone=lambda _taken: not benign)
+
+
+@defect("memory-held", CELLS, FSDP2, of="any trainer", substrates=SIM)
+@BUILT
+def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """Each rank keeps the weights unsharded on its device, as after loading a checkpoint."""
+    weights = [full(parameter) for parameter in _trained(model)]
+    if not benign:
+        optimizer.register_step_post_hook(lambda *_: len(weights))
+
+
+@defect("memory-of-steps", CELLS, FSDP2, of="any trainer", substrates=SIM)
+@BUILT
+def gradients_left(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """Each step appends its largest gradient to a list."""
+    left: list[Tensor] = []
+
+    def append(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        left.append(max(_gradients(optimizer), key=Tensor.numel).clone())
+        if benign:
+            left.clear()
+
+    optimizer.register_step_pre_hook(append)
+
+
+@defect("unordered-accesses schedules-agree", CELLS, STREAMS, of="any trainer", substrates=SIM)
+@BUILT
+def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """The optimizer steps with copies of the gradients that another stream has not made yet."""
+    streams: list[torch.Stream] = []
+
+    def copy(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        gradients = [gradient for gradient in _gradients(optimizer) if not gradient.is_cpu]
+        for device in {gradient.device for gradient in gradients}:
+            streams[:] = streams or [torch.Stream(device=device)]
+            module, current = torch.get_device_module(device), torch.accelerator.current_stream(device)
+            streams[0].wait_stream(current)
+            with module.stream(streams[0]):
+                copies = [gradient.clone() for gradient in gradients]
+            if benign:
+                current.wait_stream(streams[0])
+            for gradient, copied in zip(gradients, copies, strict=True):
+                gradient.copy_(copied)
+            if benign:
+                streams[0].wait_stream(current)  # or it would be given the memory of the copies too early
+
+    optimizer.register_step_pre_hook(copy)
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return this rank's shards of the gradients that an optimizer steps with."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _undo(optimizer: Optimizer, shards: list[Tensor], *, undone: Callable[[int], bool]) -> None:

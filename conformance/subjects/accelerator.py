@@ -1,4 +1,4 @@
-"""Instruments of a subject's run on the simulated accelerator: its streams in the last step, and its memory.
+"""Instruments of a subject's run on the simulated accelerator: its streams in all steps, and its memory.
 
 Memory is told as peaks by phase, and as bytes that are held besides the state of training.
 """
@@ -35,16 +35,16 @@ class AcceleratorLog:
         self._schedule = schedule or os.environ[schedules.VARIABLE]
         self._first_stream = torch.Stream(device=device).stream_id  # those of the run get the next numbers
         simulated.follow(Schedule.parse(self._schedule).for_rank(rank))
-        self._last_step, self._is_idle = last_step, False
+        self._last_step, self._has_ended = last_step, False
         self.trace, self.allocator = DeviceStreamTrace(last_step, reads_order=True), AllocatorLog(device)
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """Tell the phase that begins; the last step is traced although its trainer tells no phase before it."""
-        self.trace.phase(name, step=step)
-        if step == self._last_step and not self._is_idle:
-            self._is_idle = name == "idle"
-            if not self._is_idle:
-                self.trace.open()
+        """Tell the phase that begins; streams are traced from the first step to the end of the last one."""
+        self._has_ended = self._has_ended or (name, step) == ("idle", self._last_step)
+        if self._has_ended:
+            self.trace.end()
+        else:
+            self.trace.open()
         self.allocator.phase(name, step=step)
 
     @contextmanager

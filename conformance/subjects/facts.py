@@ -60,9 +60,9 @@ class AcceleratorFacts(msgspec.Struct, frozen=True):
 
     schedule: str
     busy_streams: list[int]
-    """Streams of the run that worked in the last step, by their numbers in a schedule `starve:N`."""
+    """Streams of the run that worked in its steps, by their numbers in a schedule `starve:N`."""
     streams: StreamFacts
-    """Streams in the last step."""
+    """Streams in all steps."""
     allocator: AllocatorFacts
 
 

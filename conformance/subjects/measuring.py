@@ -23,6 +23,7 @@ from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
+from conformance.sim import device as simulated
 from conformance.subjects.accelerator import BUILD, AcceleratorLog
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
@@ -54,15 +55,20 @@ def uninitialised_is_nan() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def uninitialised_elements(tensor: Tensor) -> int:
-    """Return the number of elements of this rank's shard, of any shape and dtype, that look uninitialised.
+def uninitialised_elements(tensor: Tensor, *, device: torch.device) -> int:
+    """Return the number of elements of this rank's shard, of any shape and dtype, that look uninitialised on a device.
 
-    A buffer may hold such values by design, see `ReferenceFacts.sentinels`. Booleans never look so.
+    A buffer may hold such values by design, see `ReferenceFacts.sentinels`. Booleans never look so. Integers of new
+    memory have all bits set on the simulated accelerator, which fills memory itself.
     """
     shard = local(tensor)
     if shard.is_floating_point() or shard.is_complex():
         return int(shard.isnan().sum())
-    return 0 if shard.dtype == torch.bool else int((shard == torch.iinfo(shard.dtype).max).sum())
+    if shard.dtype == torch.bool:
+        return 0
+    limits = torch.iinfo(shard.dtype)
+    fresh = -1 if device.type == simulated.NAME and limits.min < 0 else limits.max
+    return int((shard == fresh).sum())
 
 
 class _SeesPhases(Protocol):
@@ -161,7 +167,7 @@ class SubjectRecorder:
         on_meta = sorted(name for name, tensor in state.items() if tensor.is_meta)
         if on_meta:
             raise SubjectMistake(f"{on_meta[0]} and {len(on_meta) - 1} more are on the meta device: materialise them")
-        counts = {name: uninitialised_elements(tensor) for name, tensor in state.items()}
+        counts = {name: uninitialised_elements(tensor, device=local(tensor).device) for name, tensor in state.items()}
         self._uninitialised = {name: count for name, count in counts.items() if count}
         self._written = self._writers.written(state) if self._writers else {}
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}

@@ -35,6 +35,12 @@ _UNDER_TORCHRUN = {
 """Variables by which trainers recognise torchrun. Nobody connects to the address: the process group exists before."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 _MISTAKE = SubjectMistake.__name__
+_NAMED_DEVICE = re.compile("cuda|incompatible tensor type", re.IGNORECASE)
+"""Messages of torch about a device that code has named, and that is not the one on which ranks compute."""
+_NAMED_DEVICE_REMEDY = (
+    "; ranks compute on sim: take the device from torch.accelerator.current_accelerator() in place of a name such as "
+    "'cuda' or 'cpu'"
+)
 _Result = TypeVar("_Result")
 
 
@@ -157,7 +163,7 @@ class SubjectRuns:
             try:
                 results = self.store.pools.run(task, world_size=world_size, deadline_s=left_s, env=environment)
             except RunFailed as failed:
-                failure = _failure(failed)
+                failure = _failure(failed, remedy=_NAMED_DEVICE_REMEDY if self._is_simulated else "")
                 if failure.kind == "timeout" and header.defect is None:
                     self._hung.parent.mkdir(exist_ok=True)
                     self._hung.write_text(header.cell.id)
@@ -210,20 +216,23 @@ def _payload(job: ReferenceJob | StepsJob | TrainJob | dict[str, object]) -> dic
     return payload
 
 
-def _failure(failed: RunFailed) -> Failure:
-    """Return the failure of a run; a mistake that the author of the subject has to correct is no error of the suite."""
+def _failure(failed: RunFailed, *, remedy: str) -> Failure:
+    """Return the failure of a run; a mistake that the author of the subject has to correct is no error of the suite.
+
+    `remedy` is for code that names a device.
+    """
     failure = to_failure(failed)
     is_mistake = _first(failed).exception_type == _MISTAKE
     kind = "raised" if is_mistake else failure.kind
-    return msgspec.structs.replace(failure, kind=kind, reason=_reason(failed))
+    return msgspec.structs.replace(failure, kind=kind, reason=_reason(failed, remedy))
 
 
-def _reason(failed: RunFailed) -> str:
+def _reason(failed: RunFailed, remedy: str) -> str:
     """Return one line about the rank that failed first, with the place in the author's code."""
     report = _first(failed)
     if report.exception_type == _MISTAKE:
         return report.message
-    return failed.reason + _place(report)
+    return failed.reason + _place(report) + (remedy if _NAMED_DEVICE.search(report.message) else "")
 
 
 def _first(failed: RunFailed) -> RankReport:

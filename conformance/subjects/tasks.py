@@ -72,7 +72,8 @@ def _loaded(context: RankContext, name: str) -> Subject:
 def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject's model in one process; returns ReferenceFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, ReferenceJob)
-    subject = _loaded(context, job.subject)
+    device = device_of(context)
+    subject = load_subject(job.subject)
     exact, why_not_fp64 = _most_accurate(subject, job.workload)
     max_norm = reference.half_of(exact.norms[0])
     orders = range(reference.ORDERS)
@@ -92,7 +93,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
         aliases=reference.aliases(model),
-        sentinels={name: uninitialised_elements(buffer) for name, buffer in model.named_buffers()},
+        sentinels={name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()},
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,
@@ -146,7 +147,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             run,
             names=job.names,
             aliases=job.aliases,
-            begin=partial(_begin, job, uninitialised),
+            begin=partial(_begin, job, device, uninitialised),
             writers=writers,
             accelerator=accelerator,
         )
@@ -171,14 +172,27 @@ def built(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
     """Do nothing: defects replace this function, to reach a run that is about to take its first step."""
 
 
-def _begin(job: TrainJob, uninitialised: ExitStack, run: Built) -> None:
+def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, run: Built) -> None:
     """After inspection, load the reference weights."""
     uninitialised.close()
+    if not job.cell.offload:
+        _require_on(device, run.model)
     load_weights(run.model, Path(job.weights), job.aliases)
     if job.is_repeated:
         for group in run.optimizer.param_groups:
             group["lr"] *= 0
     built(run.model, run.optimizer, job.max_norm)
+
+
+def _require_on(device: torch.device, model: nn.Module) -> None:
+    """Raise SubjectMistake for a parameter on another type of device than that on which ranks compute."""
+    for name, parameter in model.named_parameters():
+        found = local(parameter).device
+        if found.type != device.type:
+            raise SubjectMistake(
+                f"{name} of the parallel model is on {found}, and ranks compute on {device.type}: take the device from "
+                "torch.accelerator.current_accelerator(), or from what the suite gives, in place of a name such as 'cpu'"
+            )
 
 
 def _all_steps(

@@ -23,9 +23,9 @@ _NUMBERS_BYTES = 64
 
 @law("unordered-accesses", of="any trainer", like="STREAM-6", where="world > 1", reference=STREAMS, substrates=SIM)
 def test_conflicting_accesses_are_ordered(evidence: Evidence) -> None:
-    """In the last step every two conflicting accesses of different streams, or of a stream and the host, MUST be
-    ordered: two operators that access the same bytes, of which one writes, or of which one may be given the memory that
-    the other has used.
+    """In all steps every two conflicting accesses of different streams, or of a stream and the host, MUST be ordered: two
+    operators that access the same bytes, of which one writes, or of which one may be given the memory that the other
+    has used.
 
     Wrong if a stream does not wait for another one, memory is released too early, or the host uses pinned memory before
     a copy has ended. Events and the host's waits order; a wait that only the suite needs does not. The law considers
@@ -34,7 +34,7 @@ def test_conflicting_accesses_are_ordered(evidence: Evidence) -> None:
     for facts in evidence.record.ranks:
         streams = _accelerator(facts).streams
         if len(streams.operators) < 2:
-            raise Unsupported("the last step used one stream alone")
+            raise Unsupported("the run used one stream alone")
         pairs = streams.unordered
         detail = f"rank {facts.rank}: {_described(pairs[0])}" if pairs else ""
         name = "pairs of operators that nothing orders"
@@ -62,7 +62,7 @@ def _described(pair: UnorderedOperators) -> str:
 def test_schedules_change_no_bit(evidence: Evidence, under: Under) -> None:
     """A run MUST be the same in every bit, gradients, norms and parameters of all steps, under every schedule of the
     device: one that keeps up with the host, one that is as far behind as events permit, one that delays a single stream
-    (of each that works in the last step), and a random one.
+    (of each that works), and a random one.
 
     Wrong if a tensor is used before it is complete, or its memory is handed out again while it is in use.
     """

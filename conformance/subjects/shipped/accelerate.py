@@ -28,6 +28,7 @@ from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
 
 SHIM = "accelerate.state.PartialState._shared_state['distributed_type'] = MULTI_GPU"
+NO_ACCELERATOR = "accelerate recognises the accelerators that it has names for: this adapter runs it on the CPU"
 _TP_CLASS = "ReplicateParallel"
 _TP_SHIM = f"transformers.integrations.tensor_parallel.{_TP_CLASS} = object"
 
@@ -42,6 +43,8 @@ class WithoutShim(OfDecoder):
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for meshes of two dimensions, and for the meta device."""
+        if cell.device != "cpu":
+            return NO_ACCELERATOR
         if cell.mesh != "dp2":
             return "on its path without FSDP accelerate runs DDP"
         if cell.init == "meta":
@@ -94,6 +97,8 @@ class Accelerate(WithoutShim):
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for tensor parallelism, if transformers lacks the class that accelerate imports."""
+        if cell.device != "cpu":
+            return NO_ACCELERATOR
         if "tp" in cell.shape and not hasattr(tensor_parallel, _TP_CLASS):
             version = importlib.metadata.version("transformers")
             return f"accelerate imports {_TP_CLASS} from transformers, and transformers {version} has none"
@@ -112,8 +117,8 @@ class AccelerateWithFix(Accelerate):
     shims = (SHIM, _TP_SHIM)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return None: every cell is run."""
-        return None
+        """Return None: every cell is run on processors."""
+        return None if cell.device == "cpu" else NO_ACCELERATOR
 
     def apply_shim(self) -> None:
         """Give transformers the class that accelerate imports, too."""
@@ -141,6 +146,8 @@ class EfficientLoading(AccelerateWithFix):
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for the meta device, where rank 0 has no weights, and for tensor parallelism."""
+        if cell.device != "cpu":
+            return NO_ACCELERATOR
         if cell.init == "meta":
             return "rank 0 needs the weights that it loads"
         if "tp" in cell.shape:

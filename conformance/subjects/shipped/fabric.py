@@ -31,7 +31,9 @@ class Fabric(OfDecoder):
     packages = ("lightning",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the reason for HSDP, which the strategy has no option for."""
+        """Return the reason for HSDP, which the strategy has no option for, and for the simulated accelerator."""
+        if cell.device != "cpu":
+            return "Fabric has classes for the accelerators that it knows: this adapter asks for accelerator='cpu'"
         return "ModelParallelStrategy has no mesh with replicas" if "dp_replicate" in cell.shape else None
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:

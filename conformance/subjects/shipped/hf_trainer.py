@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.protocol import Batch, LoopedRun, StepObserver
-from conformance.subjects.shipped.accelerate import SHIM, apply_shim, forget_state
+from conformance.subjects.shipped.accelerate import NO_ACCELERATOR, SHIM, apply_shim, forget_state
 from conformance.subjects.shipped.transformers import TransformersNative, shared_by_rank0
 
 
@@ -30,6 +30,8 @@ class HuggingFaceTrainer(TransformersNative):
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for tensor parallelism, and for resuming."""
+        if cell.device != "cpu":
+            return NO_ACCELERATOR
         if "tp" in cell.shape:
             return "on the CPU the Trainer refuses tensor parallelism: ParallelismConfig wants an accelerator"
         if cell.resumed:
@@ -52,6 +54,8 @@ class HuggingFaceTrainerWithFsdp(TransformersNative):
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for meshes of two dimensions, and for the limits of `transformers`."""
+        if cell.device != "cpu":
+            return NO_ACCELERATOR
         if len(cell.shape) > 1:
             return "the Trainer's own FSDP has one dimension"
         return super().unsupported(cell)

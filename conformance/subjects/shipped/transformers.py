@@ -36,7 +36,7 @@ class TransformersNative(OfDecoder):
         """Return the reason for tensor parallelism, and for the meta device, which `from_pretrained` uses by itself."""
         if "tp" in cell.shape:
             return "transformers leaves norms off the tensor-parallel mesh, and clip_grad_norm_ refuses two meshes"
-        if cell.offload:
+        if cell.offload and cell.device == "cpu":
             return "transformers offloads to pinned memory alone, which needs an accelerator"
         return "from_pretrained makes the model on the meta device by itself" if cell.init == "meta" else None
 
@@ -129,6 +129,7 @@ def pretrained(directory: str | Path, cell: SubjectCell) -> nn.Module:
         fsdp_size=cell.shape["dp_shard"],
         dp_replicate_size=cell.shape.get("dp_replicate", 1),
         fsdp_mixed_precision=cell.precision == "bf16",
+        fsdp_cpu_offload=cell.offload,
     )
     model: nn.Module = LlamaForCausalLM.from_pretrained(directory, distributed_config=options, dtype=torch.float32)
     return model.train()
