@@ -11,7 +11,7 @@ from conformance.sim_runs.fidelity.measuring import Measured, read
 from conformance.sim_runs.fidelity.rules import SOURCES, Fact, Rule, areas, rules
 from conformance.torch_release import release
 
-PAGE = PROJECT / "docs" / "sim" / "fidelity.md"
+DOCUMENT = PROJECT / "docs" / "sim" / "fidelity.md"
 GPU_FACTS = PROJECT / "docs" / "gpu" / "fidelity.json"
 """Facts of a GPU, as `conformance sim fidelity --device cuda --write` leaves them."""
 COMMAND = "python -m conformance sim fidelity --write"
@@ -56,7 +56,7 @@ def disagreements(measured: Measured) -> dict[str, list[str]]:
 
 
 def comparison(measured: Measured) -> str:
-    """Return rule by rule what the model expects, what was measured, and whether both agree."""
+    """Return a table of all facts: the expected value, the measured one, and whether both agree."""
     rows = [row for name, rule in rules().items() if not rule.unmeasured for row in _compared(name, rule, measured)]
     wrong = disagreements(measured)
     judged = sum(is_judged(rule, name, measured) for name, rule in rules().items())
@@ -95,7 +95,7 @@ def _spelled(fact: Fact | None) -> str:
     return {None: "-", True: "yes", False: "no"}[fact] if fact is None or isinstance(fact, bool) else str(fact)
 
 
-def page() -> str:
+def as_markdown() -> str:
     """Return the content of docs/sim/fidelity.md, with the facts of a GPU if there are any."""
     gpu = read(GPU_FACTS) if GPU_FACTS.exists() else None
     sections = [_INTRODUCTION, _confirmation(gpu)]

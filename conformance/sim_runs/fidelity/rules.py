@@ -15,7 +15,7 @@ Fact = bool | int | str
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rule by which a device behaves, and by which the simulated one does too unless `deviation` says otherwise."""
+    """Rule of the behaviour of a device, which the simulated one follows unless it has a `deviation`."""
 
     rule: str
     """One sentence."""

@@ -7,7 +7,7 @@ import pytest
 from conformance.__main__ import main
 from conformance.sim_runs.fidelity.measuring import Measured, as_json, read
 from conformance.sim_runs.fidelity.probes import PROBES
-from conformance.sim_runs.fidelity.report import comparison, differences, disagreements, page
+from conformance.sim_runs.fidelity.report import as_markdown, comparison, differences, disagreements
 from conformance.sim_runs.fidelity.rules import SOURCES, Fact, Rule, rules, table
 
 FACTS = {name: dict(rule.expected) for name, rule in rules().items() if not rule.unmeasured}
@@ -67,10 +67,10 @@ def test_facts_are_kept_and_shown_on_the_page(tmp_path: Path, monkeypatch: pytes
     file.write_text(as_json(measured()))
     assert read(file) == measured()
     monkeypatch.setattr("conformance.sim_runs.fidelity.report.GPU_FACTS", tmp_path / "none.json")
-    assert "unverified on a GPU" in page()
-    assert "confirmed" not in page()
+    assert "unverified on a GPU" in as_markdown()
+    assert "confirmed" not in as_markdown()
     monkeypatch.setattr("conformance.sim_runs.fidelity.report.GPU_FACTS", file)
-    assert "confirmed" in page()
+    assert "confirmed" in as_markdown()
 
 
 def test_a_gpu_that_is_not_there_is_a_mistake(
