@@ -13,6 +13,7 @@ from conformance.defects.catalogue import defects
 
 CALLS = ("first", "second")
 TOTAL_S = {"first": 150.0, "second": 540.0}
+FIDELITY_FILE = "fidelity.json"
 PACKAGE = __package__ or "benchmarks.device_trial"
 RACES = ("all-reduce-buffer-released", "offload-copy-not-awaited", "offload-source-released")
 """Defects that the simulated device shows; a device must show them, too, or it contradicts the model."""
@@ -43,6 +44,8 @@ class _Program:
             history = [sys.executable, "-m", "benchmarks.allocator_history", "record"]
             command = [*history, str(self._work / "allocator_history.pickle")]
             yield Stage("allocator", command, 40, needs=["machine"])
+        if self._accelerator != "cpu":  # it has neither streams nor an allocator of its own
+            yield self._probe("fidelity", 45, self._accelerator, str(self._work / FIDELITY_FILE), needs=["machine"])
         ranks = ["forks", "communication"]
         laws = ["ENV-*", "PAR-1", "PAR-2", "PAR-5", "PAR-9"]
         yield self._session("two-ranks", 90, laws, _TWO_RANKS, needs=["kernels", *ranks])

@@ -72,7 +72,7 @@ def pack(work: Path, out: Path, *, call: str) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     files = [_copy(work / name, out / f"{call}-{name}") for name in _NAMES if (work / name).exists()]
     archives = {
-        "logs": sorted(work.glob("*.log")),
+        "logs": [*sorted(work.glob("*.log")), *work.glob("fidelity.json")],
         "reports": [file for file in sorted(work.rglob("*")) if _belongs_to_report(file, work)],
         "allocator": sorted(work.glob("allocator_history.pickle")),
     }

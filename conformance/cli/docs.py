@@ -112,9 +112,9 @@ def generated() -> dict[Path, str]:
 
 def _fidelity() -> dict[Path, str]:
     """Return the page on the rules of the simulated device."""
-    from conformance.sim_runs.fidelity.report import PAGE, page
+    from conformance.sim_runs.fidelity.report import DOCUMENT, as_markdown
 
-    return {PAGE: page()}
+    return {DOCUMENT: as_markdown()}
 
 
 def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:

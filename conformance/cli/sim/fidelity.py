@@ -50,6 +50,6 @@ def run(options: argparse.Namespace) -> Answer:
     if options.write and device_type == "cuda":
         report.GPU_FACTS.write_text(as_json(measured))
     if options.write:
-        report.PAGE.parent.mkdir(exist_ok=True)
-        report.PAGE.write_text(report.page())
+        report.DOCUMENT.parent.mkdir(exist_ok=True)
+        report.DOCUMENT.write_text(report.as_markdown())
     return Answer(report.comparison(measured), status=int(bool(report.disagreements(measured))))

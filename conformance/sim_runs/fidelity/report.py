@@ -1,5 +1,6 @@
 """Comparison of measured facts with the rules, and the page that shows the table."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from conformance.sim_runs.fidelity.measuring import Measured, read
 from conformance.sim_runs.fidelity.rules import SOURCES, Fact, Rule, areas, rules
 from conformance.torch_release import release
 
-PAGE = PROJECT / "docs" / "sim" / "fidelity.md"
+DOCUMENT = PROJECT / "docs" / "sim" / "fidelity.md"
 GPU_FACTS = PROJECT / "docs" / "gpu" / "fidelity.json"
 """Facts of a GPU, as `conformance sim fidelity --device cuda --write` leaves them."""
 COMMAND = "python -m conformance sim fidelity --write"
@@ -55,7 +56,7 @@ def disagreements(measured: Measured) -> dict[str, list[str]]:
 
 
 def comparison(measured: Measured) -> str:
-    """Return rule by rule what the model expects, what was measured, and whether both agree."""
+    """Return a table of all facts: the expected value, the measured one, and whether both agree."""
     rows = [row for name, rule in rules().items() if not rule.unmeasured for row in _compared(name, rule, measured)]
     wrong = disagreements(measured)
     judged = sum(is_judged(rule, name, measured) for name, rule in rules().items())
@@ -94,12 +95,12 @@ def _spelled(fact: Fact | None) -> str:
     return {None: "-", True: "yes", False: "no"}[fact] if fact is None or isinstance(fact, bool) else str(fact)
 
 
-def page() -> str:
+def as_markdown() -> str:
     """Return the content of docs/sim/fidelity.md, with the facts of a GPU if there are any."""
     gpu = read(GPU_FACTS) if GPU_FACTS.exists() else None
     sections = [_INTRODUCTION, _confirmation(gpu)]
     for area, its_rules in areas().items():
-        headers = ["rule", "files", "rests on", "GPU"]
+        headers = ["id", "rule", "files", "rests on", "GPU"]
         rows = [_row(name, rule, gpu) for name, rule in its_rules.items()]
         sections += [f"## {area[0].upper()}{area[1:]}", tabulate(rows, headers=headers, tablefmt="github")]
     sections += ["## The device in C++", _source_table()]
@@ -117,7 +118,7 @@ def _row(name: str, rule: Rule, gpu: Measured | None) -> list[str]:
     deviation = f" **Deviation**: {rule.deviation}." if rule.deviation else ""
     sources = ", ".join(f"[{_title(source)}]({source})" for source in rule.sources) or "unverified"
     files = ", ".join(f"`{file}`" for file in rule.files) or "-"
-    return [f"{rule.rule}{deviation}", files, sources, _on_gpu(name, rule, gpu)]
+    return [name, f"{rule.rule}{deviation}", files, sources, _on_gpu(name, rule, gpu)]
 
 
 def _title(source: str) -> str:
@@ -137,25 +138,21 @@ def _on_gpu(name: str, rule: Rule, gpu: Measured | None) -> str:
 
 
 def _source_table() -> str:
-    """Return a table of the C++ files: lines, and what each is for, from the comment at its head."""
-    rows = [[f"`{file.name}`", _line_count(file), _purpose(file)] for file in sorted(SOURCES.iterdir())]
-    rows.append(["all", sum(_line_count(file) for file in SOURCES.iterdir()), ""])
-    return tabulate(rows, headers=["file", "lines", "for"], tablefmt="github")
-
-
-def _line_count(file: Path) -> int:
-    return len(file.read_text().splitlines())
+    """Return a table of the C++ files: lines with those of the header, and the first sentence of the comment there."""
+    stems = sorted({file.stem for file in SOURCES.iterdir()})
+    files = {
+        stem: [file for file in (SOURCES / f"{stem}.h", SOURCES / f"{stem}.cpp") if file.exists()] for stem in stems
+    }
+    lines = {stem: sum(len(file.read_text().splitlines()) for file in files[stem]) for stem in stems}
+    rows = [[f"`{stem}`", lines[stem], next(filter(None, map(_purpose, files[stem])), "-")] for stem in stems]
+    return tabulate([*rows, ["all", sum(lines.values()), ""]], headers=["file", "lines", "for"], tablefmt="github")
 
 
 def _purpose(file: Path) -> str:
-    """Return the first sentence of the comment at the head of a file, or of the header that it implements."""
-    comment: list[str] = []
-    for line in file.read_text().splitlines():
-        if not line.startswith("//"):
-            break
-        comment.append(line.removeprefix("//").strip())
-    first, _, _ = " ".join(comment).partition(". ")
-    return first.rstrip(".") or (f"see `{file.stem}.h`" if file.with_suffix(".h").exists() else "-")
+    """Return the first sentence of the comment at the head of a file, empty if it has none."""
+    head = itertools.takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())
+    comment = " ".join(line.removeprefix("//").strip() for line in head)
+    return comment.partition(". ")[0].rstrip(".")
 
 
 def screen_lines(measured: Measured) -> Mapping[str, str]:

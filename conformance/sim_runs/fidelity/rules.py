@@ -15,7 +15,7 @@ Fact = bool | int | str
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rule by which a device behaves, and by which the simulated one does too unless `deviation` says otherwise."""
+    """Rule of the behaviour of a device, which the simulated one follows unless it has a `deviation`."""
 
     rule: str
     """One sentence."""
@@ -40,15 +40,24 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("a rule without a probe has no expected facts")
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of rules.yaml."""
+
     areas: dict[str, dict[str, Rule]]
     """Rules by id, by area of the model."""
+    without_rules: dict[str, str]
+    """Files of `conformance/sim/csrc` that follow no rule of a device, with the reason."""
 
 
 @cache
+def table() -> Table:
+    """Return the table. Raises ConfigError for a wrong row."""
+    return convert(load(FILE), Table)
+
+
 def areas() -> dict[str, dict[str, Rule]]:
-    """Return the rules by id, by area of the model, in the order of the table. Raises ConfigError for a wrong row."""
-    return convert(load(FILE), _Table).areas
+    """Return the rules by id, by area of the model, in the order of the table."""
+    return table().areas
 
 
 def rules() -> dict[str, Rule]:

@@ -70,7 +70,7 @@ def settled(device: torch.device) -> Iterator[torch.Stream]:
     stream = new_stream(device)
     with on(stream):
         yield stream
-    release_cached(device)
+    torch.accelerator.synchronize(device)
 
 
 def release_cached(device: torch.device) -> None:

@@ -50,7 +50,6 @@ def _results_of_unknown_size(device: torch.device) -> Mapping[str, Fact]:
 
 def _results_of_known_size(device: torch.device) -> Mapping[str, Fact]:
     x, index = torch.rand(8, 8, device=device), torch.arange(8, device=device)
-    image = torch.rand(1, 1, 8, 8, device=device)
     actions: dict[str, Callable[[], object]] = {
         "add": lambda: x + x,
         "mm": lambda: x @ x,
@@ -66,15 +65,21 @@ def _results_of_known_size(device: torch.device) -> Mapping[str, Fact]:
         "embedding": lambda: F.embedding(index, x),
         "layer_norm": lambda: F.layer_norm(x, (8,)),
         "cross_entropy": lambda: F.cross_entropy(x, index),
-        "conv2d": lambda: F.conv2d(image, image),
         "arange": lambda: torch.arange(8, device=device),
         "rand": lambda: torch.rand(8, device=device),
         "randint": lambda: torch.randint(8, (8,), device=device),
         "normal_": x.clone().normal_,
-        "bernoulli": lambda: torch.bernoulli(torch.full((8,), 0.5, device=device)),
         "dropout": lambda: F.dropout(x, 0.5),
     }
     return {f"{name} waits": waits(device, action) for name, action in actions.items()}
+
+
+def _random_operators(device: torch.device) -> Mapping[str, Fact]:
+    shares = torch.full((8,), 0.5, device=device)
+    return {
+        "bernoulli waits": waits(device, shares.bernoulli),
+        "normal of means waits": waits(device, lambda: torch.normal(shares, 1.0)),
+    }
 
 
 def _numbers_from_the_host(device: torch.device) -> Mapping[str, Fact]:
@@ -235,6 +240,7 @@ PROBES = {
     "item": _item,
     "results-of-unknown-size": _results_of_unknown_size,
     "results-of-known-size": _results_of_known_size,
+    "random-operators": _random_operators,
     "numbers-from-the-host": _numbers_from_the_host,
     "mixed-devices": _mixed_devices,
     "random-numbers": _random_numbers,
