@@ -9,6 +9,8 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <torch/library.h>
 
+#include <memory>
+
 #include "device.h"
 #include "lock.h"
 #include "pinned.h"
@@ -52,10 +54,9 @@ void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   bool pinned = is_pinned(to);
   std::vector<Range> ranges{range_of(from, false)};
   if (pinned) ranges.push_back(range_of(to, true));
-  Point done = queue(
-      pinned ? "copy_device_to_pinned" : "copy_device_to_pageable",
-      std::move(ranges),
-      copying(kernel_view(to), kernel_view(from)));
+  // Pageable memory stays until the copy has run, even if an earlier task fails and the host stops to wait.
+  auto run = [copy = copying(kernel_view(to), kernel_view(from)), kept = pinned ? at::Tensor() : to] { copy(); };
+  Point done = queue(pinned ? "copy_device_to_pinned" : "copy_device_to_pageable", std::move(ranges), std::move(run));
   if (pinned) pinned_memory().use(to.storage().data(), done);
   if (!pinned) host_wait_read(done.stream);
   else if (!non_blocking) host_wait_stream(done.stream);
@@ -86,14 +87,23 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 // `item()`: the host waits for the stream, and reads.
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   Lock lock;
-  at::Scalar value;
-  Point done = queue("item", {range_of(tensor, false)}, [&value, view = kernel_view(tensor)] {
+  auto value = std::make_shared<at::Scalar>(); // an earlier task may fail, and leave this one in its queue
+  Point done = queue("item", {range_of(tensor, false)}, [value, view = kernel_view(tensor)] {
     BelowDispatch below;
-    value = at::_local_scalar_dense(view);
+    *value = at::_local_scalar_dense(view);
   });
   statistics().waits["item"]++;
   host_wait_read(done.stream);
-  return value;
+  return *value;
+}
+
+// Copies resolve conjugation and negation themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {

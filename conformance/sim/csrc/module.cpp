@@ -4,6 +4,7 @@
 #include "allocator.h"
 #include "collectives.h"
 #include "device.h"
+#include "fallback.h"
 #include "lock.h"
 #include "memory_map.h"
 #include "norms.h"
@@ -71,6 +72,7 @@ py::dict counts() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_device();
+  follow_cpu();
   bind_collectives(module);
   module.def("follow", &follow);
   module.def("poison", &poison);
