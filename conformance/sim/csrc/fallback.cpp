@@ -12,6 +12,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <set>
 
 #include "device.h"
 #include "fallback.h"
@@ -52,6 +53,7 @@ class Call {
   std::vector<Range> ranges(const Values& results) const;
   Values host_arguments() const;
   Values meta_arguments() const;
+  Values zero_arguments() const;
   void resize_outputs(const Values& others) const;
   at::Tensor on_device(const at::Tensor& tensor) const;
 
@@ -215,10 +217,32 @@ Values Call::meta_arguments() const {
   return meta;
 }
 
+// Operators whose results have other shapes, strides or dtypes on the CPU than on meta tensors.
+bool is_other_on_meta(const std::string& operator_name) {
+  static const std::set<std::string> names{
+      "native_batch_norm", "_native_batch_norm_legit", "_embedding_bag", "_embedding_bag_forward_only",
+      "native_layer_norm", "native_group_norm", "im2col", "col2im", "max_unpool2d", "nonzero_static", "sort", "cat",
+      "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_svd", "_linalg_eigh", "_linalg_solve_ex", "linalg_eig",
+      "linalg_householder_product", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_factor_ex",
+      "linalg_lu_solve", "linalg_qr", "linalg_solve_triangular", "cholesky_inverse", "geqrf", "lu_unpack", "ormqr",
+      "triangular_solve"};
+  return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
+}
+
+// The same with zeros, for a trial on the CPU.
+Values Call::zero_arguments() const {
+  Values zeros;
+  for (const auto& value : arguments_)
+    zeros.push_back(map_tensors(with_device(value, at::kCPU), [&](const at::Tensor& tensor) {
+      return is_on_device(tensor) || tensor.dim() ? empty_on(at::kCPU, tensor).zero_() : passed_by_value(tensor);
+    }));
+  return zeros;
+}
+
 std::optional<Values> Call::infer() {
   if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return std::nullopt;
   BelowDispatch below;
-  Values meta = meta_arguments();
+  Values meta = is_other_on_meta(schema_.name()) ? zero_arguments() : meta_arguments();
   Stack stack = meta;
   try {
     op_.callBoxed(stack);
