@@ -9,6 +9,8 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <torch/library.h>
 
+#include <memory>
+
 #include "device.h"
 #include "lock.h"
 #include "page_guard.h"
@@ -76,7 +78,8 @@ void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) 
 
 void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (!is_pinned(to)) {
-    auto copy = [copy = copying(kernel_view(to), kernel_view(from)), to = kernel_view(to)] {
+    // Pageable memory stays until the copy has run, even if an earlier task fails and the host waits no longer.
+    auto copy = [copy = copying(kernel_view(to), kernel_view(from)), kept = to, to = kernel_view(to)] {
       copy();
       note_read(to);
     };
@@ -123,15 +126,24 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 // `item()`: the host waits for the stream, and reads.
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   Lock lock;
-  at::Scalar value;
-  Point done = queue("item", {range_of(tensor, false)}, [&value, view = kernel_view(tensor)] {
+  auto value = std::make_shared<at::Scalar>(); // an earlier task may fail, and leave this one in its queue
+  Point done = queue("item", {range_of(tensor, false)}, [value, view = kernel_view(tensor)] {
     BelowDispatch below;
-    value = at::_local_scalar_dense(view);
+    *value = at::_local_scalar_dense(view);
     note_read(view);
   });
   statistics().waits["item"]++;
   host_wait_read(done.stream);
-  return value;
+  return *value;
+}
+
+// Copies resolve conjugation and negation themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {

@@ -1,18 +1,22 @@
 // Every operator that has no kernel of its own: the CPU's kernel, queued on the current stream.
 //
-// The operator is called on meta tensors for the shapes of its results; these are allocated at once, and the kernel
-// runs when the schedule wants. Results that cannot be known beforehand make the host wait, as on a GPU (`nonzero`).
+// The operator is called on meta tensors for the shapes of its results, and for the errors that the host can know; the
+// results are allocated at once, and the kernel runs when the schedule wants. Results that cannot be known beforehand
+// make the host wait, as on a GPU (`nonzero`). Views are made at once by the CPU's kernels, which touch no memory.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "device.h"
+#include "fallback.h"
 #include "generator.h"
 #include "lock.h"
 #include "statistics.h"
@@ -24,72 +28,83 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
+using Values = std::vector<c10::IValue>;
+
 // One call of an operator.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, Stack& stack)
-      : op_(op), schema_(op.schema()), arguments_(torch::jit::pop(stack, schema_.arguments().size())) {}
+  Call(const c10::OperatorHandle& op, Stack& stack);
 
   // Device of the first tensor on one, or the one that an argument names, or the current one.
-  c10::Device device() const;
+  c10::Device device() const {
+    return device_;
+  }
   // Generator among the arguments, which is left out from then on.
   std::optional<at::Generator> take_generator();
-  void refuse_views() const;
+  void refuse_other_layouts() const;
   void refuse_mixed_devices() const;
   bool is_random() const;
   bool only_overwrites_self() const;
 
-  // Result tensors, allocated on the device, or nothing if only a run tells their shapes.
-  std::optional<std::vector<c10::IValue>> infer();
-  void run_later(std::vector<c10::IValue> results, Stack& stack);
+  // Result tensors, allocated on the device, or nothing if only a run tells their shapes, or fails.
+  std::optional<Values> infer();
+  void run_later(Values results, Stack& stack);
   void run_now(Stack& stack);
   void draw_now(Stack& stack);
 
  private:
   bool writes(size_t argument) const;
+  bool has_out() const;
   std::optional<size_t> argument_returned_as(size_t result) const;
   bool returns_new_tensors() const;
   std::string name() const;
-  std::vector<Range> ranges(const std::vector<c10::IValue>& results) const;
-  std::vector<c10::IValue> host_arguments() const;
-  std::vector<c10::IValue> meta_arguments() const;
-  void resize_outputs(const std::vector<c10::IValue>& meta);
+  std::vector<Range> ranges(const Values& results) const;
+  Values host_arguments() const;
+  Values meta_arguments() const;
+  Values zero_arguments() const;
+  void resize_outputs(const Values& others) const;
+  at::Tensor on_device(const at::Tensor& tensor) const;
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
-  std::vector<c10::IValue> arguments_;
+  Values arguments_;
+  c10::Device device_;
 };
 
 c10::IValue with_device(const c10::IValue& value, c10::DeviceType type) {
   return value.isDevice() && value.toDevice().type() == kDeviceType ? c10::IValue(c10::Device(type)) : value;
 }
 
-at::Tensor on_meta(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
+std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
+  std::vector<at::Tensor> tensors;
+  for_each_tensor(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
 }
 
-at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).pinned_memory(false));
+at::Tensor empty_on(c10::Device device, const at::Tensor& like) {
+  return at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
 }
 
 void copy_results(const std::vector<c10::IValue>& to, const Stack& from) {
   for (size_t k = 0; k < to.size(); ++k) {
-    std::vector<at::Tensor> targets, sources;
-    for_each_tensor(to[k], [&](const at::Tensor& tensor) { targets.push_back(tensor); });
-    for_each_tensor(from[k], [&](const at::Tensor& tensor) { sources.push_back(tensor); });
+    auto targets = tensors_in(to[k]), sources = tensors_in(from[k]);
     for (size_t j = 0; j < targets.size(); ++j) targets[j].copy_(sources[j]);
   }
 }
 
-c10::Device Call::device() const {
+Call::Call(const c10::OperatorHandle& op, Stack& stack)
+    : op_(op),
+      schema_(op.schema()),
+      arguments_(torch::jit::pop(stack, schema_.arguments().size())),
+      device_(device_with(-1)) {
   std::optional<c10::Device> found, named;
   for (const auto& value : arguments_) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
+    for (const auto& tensor : tensors_in(value))
       if (!found && is_on_device(tensor)) found = tensor.device();
-    });
     if (value.isDevice() && value.toDevice().type() == kDeviceType) named = value.toDevice();
   }
-  return found ? *found : device_with(named ? named->index() : static_cast<c10::DeviceIndex>(-1));
+  if (found) device_ = *found;
+  else if (named) device_ = device_with(named->index());
 }
 
 std::optional<at::Generator> Call::take_generator() {
@@ -123,11 +138,25 @@ bool Call::returns_new_tensors() const {
   return false;
 }
 
-// A copy in place of a view would be silently wrong.
-void Call::refuse_views() const {
-  for (const auto& result : schema_.returns())
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !result.alias_info() || result.alias_info()->isWrite(), "the simulated device has no kernel for ", name());
+bool Call::has_out() const {
+  return std::any_of(
+      schema_.arguments().begin(), schema_.arguments().end(), [](const auto& argument) { return argument.is_out(); });
+}
+
+void refuse_other_layout(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.layout() == at::kStrided && !tensor.is_quantized(),
+      "the simulated device has strided tensors only: ",
+      name,
+      " has one with layout ",
+      tensor.layout(),
+      " and dtype ",
+      tensor.scalar_type());
+}
+
+void Call::refuse_other_layouts() const {
+  for (const auto& value : arguments_)
+    for_each_tensor(value, [&](const at::Tensor& tensor) { refuse_other_layout(name(), tensor); });
 }
 
 // Kernels of a GPU take host tensors of one element by value, and indices, which are copied first; nothing else.
@@ -163,7 +192,7 @@ bool Call::only_overwrites_self() const {
   return true;
 }
 
-std::vector<Range> Call::ranges(const std::vector<c10::IValue>& results) const {
+std::vector<Range> Call::ranges(const Values& results) const {
   std::vector<Range> ranges;
   auto add = [&](const c10::IValue& value, bool write) {
     for_each_tensor(value, [&](const at::Tensor& tensor) {
@@ -175,62 +204,103 @@ std::vector<Range> Call::ranges(const std::vector<c10::IValue>& results) const {
   return ranges;
 }
 
+at::Tensor Call::on_device(const at::Tensor& tensor) const {
+  refuse_other_layout(name(), tensor);
+  return empty_on(device_, tensor);
+}
+
+at::Tensor passed_by_value(const at::Tensor& number) {
+  at::Tensor copy = number.clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(number.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
 // Arguments for the CPU's kernel. What the host passes by value it passes now.
-std::vector<c10::IValue> Call::host_arguments() const {
+Values Call::host_arguments() const {
   BelowDispatch below;
-  std::vector<c10::IValue> host;
+  Twins twins(at::kCPU);
+  Values host;
   for (const auto& value : arguments_)
-    host.push_back(map_tensors(with_device(value, at::kCPU), [](const at::Tensor& tensor) {
-      return is_on_device(tensor) ? kernel_view(tensor) : tensor.clone();
+    host.push_back(map_tensors(with_device(value, at::kCPU), [&](const at::Tensor& tensor) {
+      return is_on_device(tensor) ? twins.twin(tensor) : passed_by_value(tensor);
     }));
   return host;
 }
 
-std::vector<c10::IValue> Call::meta_arguments() const {
-  std::vector<c10::IValue> meta;
+Values Call::meta_arguments() const {
+  Twins twins(at::kMeta);
+  Values meta;
   for (const auto& value : arguments_)
-    meta.push_back(map_tensors(with_device(value, at::kMeta), [](const at::Tensor& tensor) {
-      return is_on_device(tensor) || tensor.dim() ? on_meta(tensor) : tensor;
+    meta.push_back(map_tensors(with_device(value, at::kMeta), [&](const at::Tensor& tensor) {
+      return is_on_device(tensor) || tensor.dim() ? twins.twin(tensor) : tensor;
     }));
   return meta;
 }
 
-std::optional<std::vector<c10::IValue>> Call::infer() {
-  bool has_out = std::any_of(
-      schema_.arguments().begin(), schema_.arguments().end(), [](const auto& argument) { return argument.is_out(); });
-  if (!returns_new_tensors() && !has_out) return std::vector<c10::IValue>();
+// Operators whose results have other shapes, strides or dtypes on the CPU than on meta tensors.
+bool is_other_on_meta(const std::string& operator_name) {
+  static const std::set<std::string> names{
+      "native_batch_norm", "_native_batch_norm_legit", "_embedding_bag", "_embedding_bag_forward_only",
+      "native_layer_norm", "native_group_norm", "im2col", "col2im", "max_unpool2d", "nonzero_static", "sort", "cat",
+      "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_svd", "_linalg_eigh", "_linalg_solve_ex", "linalg_eig",
+      "linalg_householder_product", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_factor_ex",
+      "linalg_lu_solve", "linalg_qr", "linalg_solve_triangular", "cholesky_inverse", "geqrf", "lu_unpack", "ormqr",
+      "triangular_solve"};
+  return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
+}
+
+// The same with zeros, for a trial on the CPU.
+Values Call::zero_arguments() const {
+  Values zeros;
+  for (const auto& value : arguments_)
+    zeros.push_back(map_tensors(with_device(value, at::kCPU), [&](const at::Tensor& tensor) {
+      return is_on_device(tensor) || tensor.dim() ? empty_on(at::kCPU, tensor).zero_() : passed_by_value(tensor);
+    }));
+  return zeros;
+}
+
+std::optional<Values> Call::infer() {
+  if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return std::nullopt;
   BelowDispatch below;
-  auto meta = meta_arguments();
+  Values meta = is_other_on_meta(schema_.name()) ? zero_arguments() : meta_arguments();
   Stack stack = meta;
   try {
     op_.callBoxed(stack);
-  } catch (const std::exception&) { // no kernel for meta tensors, or none without data
+  } catch (const c10::NotImplementedError&) { // no kernel for meta tensors
+    return returns_new_tensors() || has_out() ? std::nullopt : std::make_optional<Values>();
+  } catch (const std::exception&) { // wrong arguments, about which the CPU's kernel complains, or a need for data
     return std::nullopt;
   }
-  if (has_out) resize_outputs(meta);
-  std::vector<c10::IValue> results;
+  Values results;
   for (size_t k = 0; k < stack.size(); ++k) {
-    if (auto argument = argument_returned_as(k)) {
+    if (argument_returned_as(k)) {
       results.push_back(c10::IValue());
     } else if (stack[k].isTensor() || stack[k].isTensorList()) {
-      results.push_back(map_tensors(stack[k], [&](const at::Tensor& each) { return on_device(each, device()); }));
+      results.push_back(map_tensors(stack[k], [&](const at::Tensor& tensor) { return on_device(tensor); }));
     } else {
       return std::nullopt;
     }
   }
+  resize_outputs(meta);
   return results;
 }
 
-void Call::resize_outputs(const std::vector<c10::IValue>& meta) {
+// Gives the tensors that the operator writes the sizes and strides that it has given to others in their place.
+void Call::resize_outputs(const Values& others) const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (!writes(i) || !arguments_[i].isTensor()) continue;
-    const auto& tensor = arguments_[i].toTensor();
-    if (tensor.sizes() != meta[i].toTensor().sizes()) tensor.resize_(meta[i].toTensor().sizes());
+    if (!writes(i)) continue;
+    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
+    for (size_t j = 0; j < tensors.size(); ++j) {
+      const auto &tensor = tensors[j], &other = resized[j];
+      if (tensor.sizes() != other.sizes()) tensor.resize_(other.sizes());
+      if (tensor.strides() != other.strides())
+        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides());
+    }
   }
 }
 
-void Call::run_later(std::vector<c10::IValue> results, Stack& stack) {
-  std::vector<c10::IValue> targets;
+void Call::run_later(Values results, Stack& stack) {
+  Values targets;
   for (const auto& result : results) targets.push_back(map_tensors(result, kernel_view));
   queue(name(), ranges(results), [op = op_, arguments = host_arguments(), targets = std::move(targets)] {
     BelowDispatch below;
@@ -244,24 +314,43 @@ void Call::run_later(std::vector<c10::IValue> results, Stack& stack) {
   }
 }
 
+// The host waits for the results. An error is the kernel's own.
 void Call::run_now(Stack& stack) {
+  struct Run {
+    Values arguments;
+    Stack results;
+    std::exception_ptr error;
+  };
   statistics().waits[name()]++;
-  auto host = std::make_shared<Stack>(host_arguments());
-  Point done = queue(name(), ranges({}), [op = op_, host] {
+  BelowDispatch below;
+  auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
+  run->arguments = host_arguments();
+  for (size_t i = 0; i < arguments_.size(); ++i) // outputs that the kernel may resize
+    if (schema_.arguments()[i].is_out())
+      run->arguments[i] = map_tensors(arguments_[i], [](const at::Tensor& tensor) { return empty_on(at::kCPU, tensor); });
+  Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
-    op.callBoxed(*host);
+    run->results = run->arguments;
+    try {
+      op.callBoxed(run->results);
+    } catch (...) {
+      run->error = std::current_exception();
+    }
   });
   if (op_.hasTag(at::Tag::dynamic_output_shape)) host_wait_read(done.stream); // as every device does
   else scheduler().reach(done); // not in the trace: only this device waits here
+  if (run->error) std::rethrow_exception(run->error);
+  resize_outputs(run->arguments);
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (schema_.arguments()[i].is_out()) copy_results({arguments_[i]}, {run->arguments[i]});
+  auto on_the_device = [&](const at::Tensor& tensor) {
+    at::Tensor result = on_device(tensor);
+    if (tensor.numel()) result.copy_(tensor);
+    return result;
+  };
   for (size_t k = 0; k < schema_.returns().size(); ++k) {
     auto argument = argument_returned_as(k);
-    auto on_the_device = [this](const at::Tensor& tensor) {
-      at::Tensor result = on_device(tensor, device());
-      if (tensor.numel()) result.copy_(tensor);
-      return result;
-    };
-    BelowDispatch below;
-    stack.push_back(argument ? arguments_[*argument] : map_tensors((*host)[k], on_the_device));
+    stack.push_back(argument ? arguments_[*argument] : map_tensors(run->results[k], on_the_device));
   }
 }
 
@@ -280,11 +369,22 @@ void Call::draw_now(Stack& stack) {
   stack.push_back(self);
 }
 
+bool is_view(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(), [](const auto& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Lock lock;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+      "the simulated device has the CPU's kernels, and the CPU has none for ",
+      op.schema().name());
+  if (is_view(op.schema())) return op.callBoxedForDispatchKey(c10::DispatchKey::CPU, *stack);
   statistics().operators++;
   Call call(op, *stack);
-  call.refuse_views();
+  call.refuse_other_layouts();
   call.refuse_mixed_devices();
   OnDevice scope(call.device());
   if (call.is_random()) {
@@ -299,25 +399,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-// Operators that torch would decompose for a device without a kernel, with other rounding than the CPU's kernel.
+// Torch chooses a kernel of convolution by the device, and leaves that to a device of this kind.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-
-// Operators that torch would call as their variants with `out`. Sessions with other kernels replace the ones without
-// (`conformance/numerics/other_kernels.py`), in all processes: the device must not go on with torch's own.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name :
-       {"mm",
-        "bmm",
-        "addmm",
-        "sum.dim_IntList",
-        "mean.dim",
-        "linalg_vector_norm",
-        "_softmax",
-        "_log_softmax",
-        "nll_loss_forward"})
+  for (const char* name : {"convolution", "_convolution", "convolution_backward"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
@@ -326,5 +410,16 @@ TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
 }
 
 } // namespace
+
+void follow_cpu() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
+    auto op = dispatcher.findOp(name);
+    if (name.getNamespace() != "aten" || !op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    if (!op->hasComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue; // reaches the fallback anyhow
+    library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
 
 } // namespace sim

@@ -5,6 +5,7 @@
 #include "allocator.h"
 #include "collectives.h"
 #include "device.h"
+#include "fallback.h"
 #include "generator.h"
 #include "lock.h"
 #include "memory_map.h"
@@ -115,6 +116,7 @@ py::list snapshot(int device) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_device();
+  follow_cpu();
   bind_collectives(module);
   module.attr("MEMORY_BYTES") = kMemoryBytes;
   module.def("use_devices", &use_devices);

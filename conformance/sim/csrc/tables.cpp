@@ -3,6 +3,7 @@
 // https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/TensorShape.cu
 // https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/ForeachReduceOp.cu
 #include <ATen/OpMathType.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_chunk_cat.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
@@ -61,6 +62,11 @@ int64_t numbers_to_concatenate(at::TensorList tensors, int64_t dim, int64_t chun
 void split_with_sizes_copy_out(
     const at::Tensor& self, at::IntArrayRef sizes, int64_t dim, at::TensorList out) {
   dim = c10::maybe_wrap_dim(dim, self.dim());
+  auto shape = self.sizes().vec();
+  for (size_t i = 0; i < out.size() && i < sizes.size(); ++i) {
+    shape[dim] = sizes[i];
+    at::native::resize_output(out[i], shape);
+  }
   c10::DataPtr table;
   if (self.is_non_overlapping_and_dense() && are_dense(out) && are_of(out, self.scalar_type()))
     table = allocator(self.device().index()).allocate(sizeof(int64_t) * numbers_to_split(self, sizes, dim));
@@ -69,8 +75,17 @@ void split_with_sizes_copy_out(
   });
 }
 
+std::vector<int64_t> chunk_cat_sizes(at::TensorList tensors, int64_t dim, int64_t chunks) {
+  auto sizes = tensors[0].sizes().slice(0, dim).vec();
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += chunk_bytes(tensor, dim, chunks, tensor.element_size());
+  sizes.insert(sizes.end(), {chunks, bytes / static_cast<int64_t>(tensors[0].element_size())});
+  return sizes;
+}
+
 at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, at::Tensor& out) {
   dim = c10::maybe_wrap_dim(dim, tensors[0].dim());
+  at::native::resize_output(out, chunk_cat_sizes(tensors, dim, chunks));
   c10::DataPtr table;
   auto dtype = tensors[0].scalar_type();
   bool is_cast = dtype == at::kBFloat16 && out.scalar_type() == at::kFloat;
@@ -86,11 +101,7 @@ at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, a
 
 at::Tensor chunk_cat(at::TensorList tensors, int64_t dim, int64_t chunks) {
   dim = c10::maybe_wrap_dim(dim, tensors[0].dim());
-  auto sizes = tensors[0].sizes().slice(0, dim).vec();
-  int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += chunk_bytes(tensor, dim, chunks, tensor.element_size());
-  sizes.insert(sizes.end(), {chunks, bytes / static_cast<int64_t>(tensors[0].element_size())});
-  at::Tensor out = at::empty(sizes, tensors[0].options());
+  at::Tensor out = at::empty(chunk_cat_sizes(tensors, dim, chunks), tensors[0].options());
   return chunk_cat_out(tensors, dim, chunks, out);
 }
 

@@ -1,9 +1,9 @@
-// Operators on tensors rather than on their elements: allocation, views, and storage.
+// Operators on tensors rather than on their elements: allocation, sizes, and storage.
 #include <ATen/EmptyTensor.h>
-#include <ATen/InferSize.h>
-#include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
@@ -41,56 +41,28 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, &allocator_of(device), kKeys, c10::dtype_or_default(dtype));
 }
 
-at::Tensor strided_view(
-    const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<int64_t> offset) {
-  auto view = at::detail::make_tensor<at::TensorImpl>(
-      at::TensorImpl::VIEW, at::Storage(self.storage()), self.key_set(), self.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset.value_or(self.storage_offset()));
-  return view;
-}
-
-at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  return strided_view(self, sizes, strides, self.storage_offset());
-}
-
-at::Tensor view(const at::Tensor& self, at::IntArrayRef wanted) {
-  auto sizes = at::infer_size_dv(wanted, self.numel());
-  auto strides = at::detail::computeStride(self.sizes(), self.strides(), sizes);
-  TORCH_CHECK(
-      strides,
-      "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
-      "contiguous subspaces). Use .reshape(...) instead.");
-  return strided_view(self, sizes, *strides, self.storage_offset());
-}
-
-at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t step) {
-  TORCH_CHECK(self.dim() && size <= self.size(dim) && step > 0, "unfold of a window that does not fit");
-  auto sizes = self.sizes().vec(), strides = self.strides().vec();
-  dim = dim < 0 ? dim + self.dim() : dim;
-  sizes.push_back(size);
-  strides.push_back(strides[dim]);
-  sizes[dim] = (self.size(dim) - size) / step + 1;
-  strides[dim] *= step;
-  return strided_view(self, sizes, strides, self.storage_offset());
-}
-
-const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat>) {
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(sizes);
-  size_t bytes = (impl->numel() + impl->storage_offset()) * impl->itemsize();
-  if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  if (self.sizes() != sizes) {
+    impl->set_sizes_contiguous(sizes);
+    size_t bytes = impl->numel() ? (impl->numel() + impl->storage_offset()) * impl->itemsize() : 0;
+    if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  }
+  if (format) {
+    TORCH_CHECK(*format != at::MemoryFormat::Preserve, "Unsupported memory format", *format);
+    impl->empty_tensor_restride(*format);
+  }
   return self;
 }
 
 at::Tensor& set_storage_and_view(
     at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  at::native::checkSetStorage(self, std::move(storage), offset, sizes, strides);
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(std::move(storage));
-  if (strides.empty() && !sizes.empty()) {
-    impl->set_sizes_and_strides(sizes, c10::contiguous_strides(sizes), offset);
-  } else {
-    impl->set_sizes_and_strides(sizes, strides, offset);
-  }
+  auto contiguous = c10::contiguous_strides(sizes);
+  impl->set_sizes_and_strides(sizes, strides.empty() ? at::IntArrayRef(contiguous) : strides, offset);
+  size_t bytes = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), offset);
+  if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
   return self;
 }
 
@@ -103,6 +75,15 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage_and_view(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+at::Tensor& set_nothing(at::Tensor& self) {
+  return set_storage_and_view(self, at::empty({0}, self.options()).storage(), 0, {0}, {});
+}
+
+// Both are strided: then one may take the other's place, on whichever device.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
 void record_stream(at::Tensor& self, at::Stream stream) {
   allocators().recordStream(self.storage().data_ptr(), stream);
 }
@@ -110,15 +91,17 @@ void record_stream(at::Tensor& self, at::Stream stream) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty_memory_format);
   library.impl("empty_strided", empty_strided);
-  library.impl("as_strided", strided_view);
-  library.impl("_reshape_alias", reshape_alias);
-  library.impl("view", view);
-  library.impl("unfold", unfold);
   library.impl("resize_", resize_);
+  library.impl("set_", set_nothing);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage_and_view);
   library.impl("record_stream", record_stream);
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
 } // namespace

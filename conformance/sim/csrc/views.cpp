@@ -1,10 +1,5 @@
 #include "views.h"
 
-#include <ATen/ops/_conj.h>
-#include <ATen/ops/_neg_view.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-
 #include "memory_map.h"
 
 namespace sim {
@@ -22,15 +17,36 @@ bool is_on_device(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_privateuseone();
 }
 
+c10::Storage Twins::storage(const c10::Storage& given) {
+  for (const auto& [known, twin] : storages_)
+    if (known == given.unsafeGetStorageImpl()) return twin;
+  void* data = nullptr;
+  if (type_ == at::kCPU) {
+    data = const_cast<void*>(given.data());
+    if (given.device_type() == c10::DeviceType::PrivateUse1) data = kernel_address(data);
+  }
+  // Only storages on meta may be resized.
+  auto* allocator = type_ == at::kMeta ? c10::GetAllocator(at::kMeta) : nullptr;
+  c10::DataPtr bytes(data, c10::Device(type_));
+  c10::Storage twin(c10::Storage::use_byte_size_t(), given.nbytes(), std::move(bytes), allocator, allocator != nullptr);
+  storages_.emplace_back(given.unsafeGetStorageImpl(), twin);
+  return twin;
+}
+
+at::Tensor Twins::twin(const at::Tensor& tensor) {
+  auto key = type_ == at::kMeta ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+  at::Tensor twin =
+      at::detail::make_tensor<at::TensorImpl>(storage(tensor.storage()), c10::DispatchKeySet(key), tensor.dtype());
+  auto* impl = twin.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) impl->_set_conj(true);
+  if (tensor.is_neg()) impl->_set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return twin;
+}
+
 at::Tensor kernel_view(const at::Tensor& tensor) {
-  BelowDispatch below;
-  auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
-  if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  auto* data = static_cast<char*>(const_cast<void*>(tensor.storage().data()));
-  char* begin = (is_on_device(tensor) ? kernel_address(data) : data) + tensor.storage_offset() * tensor.itemsize();
-  at::Tensor view = at::from_blob(begin, tensor.sizes(), tensor.strides(), options);
-  if (tensor.is_conj()) view = at::_conj(view);
-  return tensor.is_neg() ? at::_neg_view(view) : view;
+  return Twins(at::kCPU).twin(tensor);
 }
 
 Range range_of(const at::Tensor& tensor, bool write) {

@@ -6,6 +6,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "trace.h"
 
@@ -21,8 +23,22 @@ struct BelowDispatch {
 
 bool is_on_device(const at::Tensor& tensor);
 
-// CPU tensor over the bytes of a tensor on the device or the host. It owns nothing, as nothing that a kernel or a copy
-// engine uses.
+// Tensors for another device in place of given ones: on the CPU over the same bytes, or on meta without any. They own no
+// memory, as nothing that a kernel or a copy engine uses, and share storages as the given ones do, so that operators
+// notice overlaps.
+class Twins {
+ public:
+  explicit Twins(c10::DeviceType type) : type_(type) {}
+  at::Tensor twin(const at::Tensor& tensor);
+
+ private:
+  c10::Storage storage(const c10::Storage& given);
+
+  c10::DeviceType type_;
+  std::vector<std::pair<const c10::StorageImpl*, c10::Storage>> storages_;
+};
+
+// CPU tensor over the bytes of a tensor on the device or the host.
 at::Tensor kernel_view(const at::Tensor& tensor);
 
 // Bytes that a strided tensor covers.

@@ -1,0 +1,126 @@
+"""Sweep through all cases by processes that may die; outcomes are kept in a file as soon as they are known."""
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from conformance.sim.building import device_library
+from conformance.sim_runs.operators.cases import Case, Judged, Outcome
+from conformance.sim_runs.operators.database import DATABASE
+from conformance.sim_runs.operators.worker import serve
+
+PROCESSES = 2
+_LIMIT_S = 300.0
+"""Time after which a case that has not been judged counts as dead."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """Line of the file of outcomes."""
+
+    device: str
+    """Name of the compiled device, which depends on its sources, torch and the compiler."""
+    schedule: str
+    case: Case
+    judged: Judged
+
+
+class Outcomes:
+    """Outcomes of one device and schedule, read from a file and appended to it."""
+
+    def __init__(self, file: Path, schedule: str) -> None:
+        self._file, self.schedule, self._device = file, schedule, device_library().parent.name
+        self._lock = threading.Lock()
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        entries = [msgspec.json.decode(line, type=Entry) for line in lines]
+        own = [entry for entry in entries if (entry.device, entry.schedule) == (self._device, schedule)]
+        self.known = {entry.case: entry.judged for entry in own}
+
+    def add(self, case: Case, judged: Judged) -> None:
+        """Keep an outcome."""
+        with self._lock, self._file.open("ab") as file:
+            self.known[case] = judged
+            file.write(msgspec.json.encode(Entry(self._device, self.schedule, case, judged)) + b"\n")
+
+
+class _Worker:
+    """Process with the device, and the connection to it."""
+
+    def __init__(self, schedule: str) -> None:
+        context = _context()
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=serve, args=(theirs, schedule), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def judged(self, case: Case) -> Judged | None:
+        """Return the outcome of a case, or None if the process died of it or does not answer."""
+        try:
+            self.connection.send(tuple(case))
+            if self.connection.poll(_LIMIT_S):
+                answer: Judged = self.connection.recv()
+                return answer
+        except (EOFError, OSError):
+            self.process.join()
+        return None
+
+    def end(self) -> str:
+        """End the process; returns how it ended."""
+        self.connection.close()
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            return f"no answer in {_LIMIT_S:g} s"
+        code = self.process.exitcode
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
+def sweep(cases: Sequence[Case], outcomes: Outcomes, progress: Callable[[int, int], None]) -> dict[Case, Judged]:
+    """Judge the cases whose outcomes are not known; returns all outcomes, in the order of the cases."""
+    todo = iter([list(group) for _, group in groupby(_unknown(cases, outcomes), attrgetter("operator", "dtype"))])
+    turn = threading.Lock()
+
+    def groups() -> Iterator[list[Case]]:
+        while True:
+            with turn:
+                group = next(todo, None)
+            if group is None:
+                return
+            yield group
+
+    def work() -> None:
+        worker = _Worker(outcomes.schedule)
+        for group in groups():
+            for case in group:
+                found = worker.judged(case)
+                if found is None:
+                    found = Judged(Outcome.DIED, worker.end())
+                    worker = _Worker(outcomes.schedule)
+                outcomes.add(case, found)
+                progress(len(outcomes.known), len(cases))
+        worker.end()
+
+    threads = [threading.Thread(target=work) for _ in range(PROCESSES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {case: outcomes.known[case] for case in cases}
+
+
+def _unknown(cases: Sequence[Case], outcomes: Outcomes) -> list[Case]:
+    return [case for case in cases if case not in outcomes.known]
+
+
+def _context() -> ForkServerContext:
+    """Return a context whose processes are forked with torch and its database loaded, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([DATABASE])
+    return context
