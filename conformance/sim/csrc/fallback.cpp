@@ -211,7 +211,7 @@ at::Tensor Call::on_device(const at::Tensor& tensor) const {
 
 at::Tensor passed_by_value(const at::Tensor& number) {
   at::Tensor copy = number.clone();
-  copy.unsafeGetTensorImpl()->set_wrapped_number(number.unsafeGetTensorImpl()->is_wrapped_number());
+  if (number.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
 }
 

@@ -231,7 +231,7 @@ def a_failure_names_its_operator() -> None:
     x.index_add_(0, torch.tensor([9], device="sim"), torch.ones(1, device="sim"))
     with pytest.raises(
         RuntimeError,
-        match=r"simulated device: aten::index_add\.out, queued on stream 0, failed: index out of range in self$",
+        match=r"simulated device: aten::index_add_, queued on stream 0, failed: index out of range in self$",
     ):
         torch.accelerator.synchronize()
 
