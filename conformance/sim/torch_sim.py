@@ -15,6 +15,7 @@ from conformance.sim.extension import NAME, extension
 
 _initialized = False
 """Flag that torch.utils.checkpoint asks for before it keeps the states of generators; True if the devices have them."""
+_in_use = False
 default_generators: tuple[torch.Generator, ...] = ()
 """Default generator of each device; empty where the devices sample from the CPU's."""
 Device = int | str | torch.device | None
@@ -93,12 +94,16 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return True: devices need no initialisation by programs."""
-    return True
+    """Return whether this process has used or chosen a device, or has only one.
+
+    DeviceMesh makes the device of LOCAL_RANK the current one in processes that have not.
+    """
+    return _in_use or device_count() == 1
 
 
 def init() -> None:
-    """Do nothing: devices need no initialisation by programs."""
+    """Say that this process uses its current device; devices need no initialisation by programs."""
+    _lazy_init()
 
 
 def device_count() -> int:
@@ -237,7 +242,9 @@ def _is_in_bad_fork() -> bool:
 
 
 def _lazy_init() -> None:
-    """Do nothing: torch.accelerator of torch 2.11 synchronizes only devices whose module has this function."""
+    """Note the first use of a device: torch calls this function before it makes a tensor or chooses a device."""
+    global _in_use  # noqa: PLW0603 - torch's own modules of devices have such a flag
+    _in_use = True
 
 
 def manual_seed_all(seed: int) -> None:

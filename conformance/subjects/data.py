@@ -84,8 +84,8 @@ def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch with its tensors on a device."""
-    return map_tensors(lambda tensor: tensor.to(device), batch)
+    """Return a batch with its tensors on a device; the host does not wait for the copies, which would hide races."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def default_count(batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""Trainers for the simulated accelerator: right ones that use streams and pinned memory, and wrong in one thing each."""
+"""Trainers for the simulated accelerator: right ones that use streams, and others that are wrong in one thing each."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -23,10 +23,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.middle = nn.Linear(2 * WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(torch.tanh(self.middle(self.up(x))))  # type: ignore[no-any-return]
 
 
 def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) -> nn.Module:
     options = {"offload_policy": config.offload_policy, **options}
-    for layer in (model.up, model.down):
+    for layer in (model.up, model.middle, model.down):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model  # type: ignore[no-any-return]
@@ -84,17 +85,24 @@ clip_not_awaited = declare(clip=partial(clip_on_side_stream, awaited=False))(sha
 
 
 def loss_of_copies(model: nn.Module, batch: tuple[Tensor, Tensor], *, recorded: bool) -> Tensor:
-    """Copy the batch on a stream of its own, as loaders do, and tell the allocator of its use on another, or not."""
+    """Copy inputs on a stream of its own, as loaders do, and tell the allocator of their use on another one, or not.
+
+    The copy of the second half may be given the memory of the first, which the current stream may not have read yet.
+    """
     if batch[0].is_cpu:
         return loss(model, batch)
     module, current, side = side_stream()
     side.wait_stream(current)
-    with module.stream(side):
-        copies = batch[0].clone(), batch[1].clone()
-    current.wait_stream(side)
-    for copy in copies if recorded else ():
-        copy.record_stream(current)
-    return loss(model, copies)
+    halves = []
+    for half in batch[0].chunk(2):
+        with module.stream(side):
+            inputs = half.clone()
+        current.wait_stream(side)
+        if recorded:
+            inputs.record_stream(current)
+        halves.append(inputs * 1.0)
+        del inputs
+    return loss(model, (torch.cat(halves), batch[1]))
 
 
 copied_ahead = declare(loss=partial(loss_of_copies, recorded=True))(shard)
@@ -108,7 +116,7 @@ copies_not_recorded = declare(loss=partial(loss_of_copies, recorded=False))(shar
 def activations_wait_for_a_stream(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     """Tell the allocator that another stream uses the results of both layers, which none does."""
     sharded = shard(model, mesh, config)
-    module, current, side = side_stream()
+    _, current, side = side_stream()
 
     def record(_layer: nn.Module, _inputs: Any, result: Tensor) -> None:
         side.wait_stream(current)

@@ -23,9 +23,9 @@ _NUMBERS_BYTES = 64
 
 @law("unordered-accesses", of="any trainer", like="STREAM-6", where="world > 1", reference=STREAMS, substrates=SIM)
 def test_conflicting_accesses_are_ordered(evidence: Evidence) -> None:
-    """In all steps every two conflicting accesses of different streams, or of a stream and the host, MUST be ordered: two
-    operators that access the same bytes, of which one writes, or of which one may be given the memory that the other
-    has used.
+    """In all steps every two conflicting accesses of different streams, or of a stream and the host, MUST be ordered:
+    two operators that access the same bytes, of which one writes, or of which one may be given the memory that the
+    other has used.
 
     Wrong if a stream does not wait for another one, memory is released too early, or the host uses pinned memory before
     a copy has ended. Events and the host's waits order; a wait that only the suite needs does not. The law considers

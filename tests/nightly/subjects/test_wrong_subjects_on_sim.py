@@ -79,7 +79,12 @@ SEEN_BY = [
     ("clip_not_awaited", DP2, "unordered-accesses", "aten::"),
     ("clip_not_awaited", DP2, "schedules-agree", "changed under schedule"),
     ("copies_not_recorded", DP2, "unordered-accesses", "may be given the memory of"),
-    ("activations_wait_for_a_stream", DP2, "memory-of-streams", "waiting for streams in"),
+    (
+        "activations_wait_for_a_stream",
+        DP2,
+        "memory-of-streams",
+        "waiting for streams in|above that of a device that keeps up",
+    ),
     ("full_weights_stay", DP2, "memory-held", "when the model is built"),
     ("group_stays_gathered", DP2, "memory-held", "after step 0"),
     ("not_offloaded", OFFLOADED, "memory-held", "parameters on the device although offloaded"),

@@ -50,6 +50,7 @@ def _results_of_unknown_size(device: torch.device) -> Mapping[str, Fact]:
 
 def _results_of_known_size(device: torch.device) -> Mapping[str, Fact]:
     x, index = torch.rand(8, 8, device=device), torch.arange(8, device=device)
+    image = torch.rand(1, 1, 8, 8, device=device)
     actions: dict[str, Callable[[], object]] = {
         "add": lambda: x + x,
         "mm": lambda: x @ x,
@@ -65,6 +66,7 @@ def _results_of_known_size(device: torch.device) -> Mapping[str, Fact]:
         "embedding": lambda: F.embedding(index, x),
         "layer_norm": lambda: F.layer_norm(x, (8,)),
         "cross_entropy": lambda: F.cross_entropy(x, index),
+        "conv2d": lambda: F.conv2d(image, image),
         "arange": lambda: torch.arange(8, device=device),
         "rand": lambda: torch.rand(8, device=device),
         "randint": lambda: torch.randint(8, (8,), device=device),
