@@ -243,7 +243,7 @@ def _is_in_bad_fork() -> bool:
 
 def _lazy_init() -> None:
     """Note the first use of a device: torch calls this function before it makes a tensor or chooses a device."""
-    global _in_use  # noqa: PLW0603 - torch's own modules of devices have such a flag
+    global _in_use
     _in_use = True
 
 
