@@ -26,7 +26,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         return
     group = parser.getgroup("simulated accelerator")
     group.addoption("--sim", action="store_true", help="run on the simulated accelerator")
-    group.addoption("--sim-schedule", default=DEFAULT, metavar="S", help="eager, lazy, random:SEED or starve:N")
+    schedule = os.environ.get(settings.SCHEDULE_VARIABLE, DEFAULT)
+    group.addoption("--sim-schedule", default=schedule, metavar="S", help="eager, lazy, random:SEED or starve:N")
+    group.addoption("--schedules", type=int, metavar="N", help="look for races: run the session under N schedules")
     group.addoption("--sim-devices", type=int, metavar="N", help="number of devices (default: 1)")
     options = parser.parse_known_args(args)
     os.environ[settings.SCHEDULE_VARIABLE] = options.sim_schedule
@@ -41,3 +43,21 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     os.environ[_AUTOLOAD_VARIABLE] = "1"
     if "torch" in sys.modules:  # another plugin has imported torch, which found no request for the device
         importlib.import_module(_DOOR)
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Run the session once for each schedule, if there are several, and print the report on races."""
+    schedules = getattr(config.option, "schedules", None) if "--sim" in config.invocation_params.args else None
+    if not schedules:
+        return None
+    from conformance.sim_runs.races.exploring import explore  # a session with one schedule does without them
+    from conformance.sim_runs.races.text import text
+
+    arguments = [*config.invocation_params.args]
+    index = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--schedules")
+    del arguments[index : index + (1 if "=" in arguments[index] else 2)]
+    exploration = explore(
+        [sys.executable, "-m", "pytest", *arguments], schedules, report=lambda line: print(line, flush=True)
+    )
+    print(text(exploration))
+    return int(not exploration.is_clean)

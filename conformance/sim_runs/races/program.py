@@ -20,7 +20,8 @@ class Program:
         self._streams = {HOST: "host", 0: "default stream"}
         for entry in self.trace:
             if entry.kind == "stream":
-                self._streams[entry.stream] = entry.name or self._name(entry)
+                device = f" of device {entry.event}" if entry.event else ""
+                self._streams[entry.stream] = (entry.name or self._name(entry)) + device
 
     def _name(self, created: Access) -> str:
         site = self.site(created)

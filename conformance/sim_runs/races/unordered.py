@@ -77,6 +77,6 @@ def _wait_after(program: Program, first: Issued) -> Place | None:
     position = program.positions[first.number]
     stream = program.trace[position].stream
     for entry in program.trace[position:]:
-        if entry.kind == "host_wait_device" or (entry.kind == "host_wait_read" and entry.stream == stream):
+        if entry.kind in ("host_wait_read", "host_wait_device") and entry.stream == stream:
             return program.site(entry).program
     return None

@@ -134,6 +134,20 @@ def _norms(device: torch.device) -> Mapping[str, Fact]:
     return {"one operator": "aten::_fused_rms_norm" in _operators(lambda: F.rms_norm(x, (8,), weight))}
 
 
+def _autocast(device: torch.device) -> Mapping[str, Fact]:
+    x = torch.rand(8, 8, device=device)
+    narrow = x.to(torch.bfloat16)
+    with torch.autocast(device.type, torch.bfloat16):
+        results = {
+            "mm of fp32": x @ x,
+            "softmax of bf16": narrow.softmax(0),
+            "sum of bf16": narrow.sum(),
+            "layer_norm of bf16": F.layer_norm(narrow, (8,)),
+            "add of bf16 and fp32": narrow + x,
+        }
+    return {name: str(result.dtype) for name, result in results.items()}
+
+
 def _attention(device: torch.device) -> Mapping[str, Fact]:
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -249,6 +263,7 @@ PROBES = {
     "generator": _generator,
     "dropout": _dropout,
     "norms": _norms,
+    "autocast": _autocast,
     "attention": _attention,
     "tables": _tables,
     "workspaces": _workspaces,
