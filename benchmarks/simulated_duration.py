@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from conformance.sim.device import BACKENDS
 from conformance.sim.enabling import enable
-from conformance.sim_runs.running import rank_command
+from conformance.sim_runs.running import command_of
 
 DEVICES = ("cpu", "sim:eager", "sim:lazy")
 RANKS = 2
@@ -30,7 +30,7 @@ _RESULT = "median step s: "
 def step_duration_s(device: str, options: argparse.Namespace) -> float:
     """Start the ranks and return the median duration of a step on a device, such as `sim:lazy`."""
     sizes = ["--steps", str(options.steps), "--width", str(options.width), "--blocks", str(options.blocks)]
-    command = rank_command(["-m", "benchmarks.simulated_duration", "--rank-on", device, *sizes], RANKS)
+    command = command_of(["-m", "benchmarks.simulated_duration", "--rank-on", device, *sizes], world_size=RANKS)
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     done.check_returncode()
     (result,) = (line for line in done.stdout.splitlines() if line.startswith(_RESULT))

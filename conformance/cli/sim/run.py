@@ -6,13 +6,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from conformance.cli.command import Answer, Commands, seconds
 from conformance.outcomes import Unsupported
 from conformance.sim.building import device_library
 from conformance.sim.schedules import DEFAULT
 from conformance.sim_runs import running
 from conformance.sim_runs.races.exploring import LIMIT_S, explore
-from conformance.sim_runs.races.text import json_report, text
+from conformance.sim_runs.races.text import text
 from reference_trainer.checks import UsageError
 
 
@@ -67,5 +69,5 @@ def _explored(command: list[str], options: argparse.Namespace, environment: dict
         report=partial(print, file=sys.stderr),
     )
     if options.json:
-        options.json.write_bytes(json_report(found))
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     return Answer(text(found), 0 if found.is_clean else 1)
