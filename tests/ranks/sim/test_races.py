@@ -1,4 +1,4 @@
-"""Races of scripts: what is unordered is named by its lines, and right twins are left alone."""
+"""Races of scripts: unordered operators are named by their lines, and right twins are left alone."""
 
 import os
 import re
