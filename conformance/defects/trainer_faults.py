@@ -86,8 +86,12 @@ def parameters_frozen(benign: bool, _original: Any, model: nn.Module, optimizer:
 def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each rank keeps the weights unsharded on its device, as after loading a checkpoint."""
     weights = [full(parameter) for parameter in _trained(model)]
+
+    def keep(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        del weights[len(weights) :]  # none: the hook refers to all of them
+
     if not benign:
-        optimizer.register_step_post_hook(lambda *_: len(weights))
+        optimizer.register_step_post_hook(keep)
 
 
 @defect("memory-of-steps", CELLS, FSDP2, of="any trainer", substrates=SIM)

@@ -61,6 +61,11 @@ _RACE = Where(
 )
 _TRIAL = Where(("finding",), "subject of the sweep (option, operator, or module and layout), and the trial")
 _MACHINE = Where(("finding",), "metric of the machine or of torch's installation")
+_DEVICE = Where(
+    ("tensors", "finding"),
+    "first wrong tensor under the session's schedule; else the law's own finding: two operators with the lines that "
+    "issued them, the schedule and the tensors that it changes, or rank, phase and bytes",
+)
 
 _FAMILIES: dict[str, Where] = {
     "AC": _SCHEDULE,
@@ -134,6 +139,9 @@ _ANY_TRAINER: dict[str, Where] = dict.fromkeys(
     ),
     _STATE,
 ) | dict.fromkeys(("every-gradient", "gradients", "parameters", "loss", "gradient-norm", "clipping"), _TENSOR)
+_ANY_TRAINER |= dict.fromkeys(
+    ("unordered-accesses", "schedules-agree", "memory-held", "memory-of-steps", "memory-of-streams"), _DEVICE
+)
 """Laws of any trainer, which have names in place of families."""
 
 

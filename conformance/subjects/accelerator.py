@@ -96,7 +96,7 @@ class AllocatorLog:
             accelerators.reset_peaks(self._device)
 
     def hold(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-        """Note what the allocator holds after a step, or after the model was built; garbage is collected before."""
+        """Note the bytes held after a step, or after the model was built; garbage is collected before."""
         gc.collect()
         now = self._statistics()
         kinds = dict(_state_tensors(model, optimizer))

@@ -66,7 +66,7 @@ def faults_seen(
 
     A run that ends early shows nothing about the laws; after one that hung no fault is tried.
     """
-    substrates = {result.substrate for result in results}
+    substrates = {result.substrate for result in results if result.verdict == Verdict.PASS}
     faults = [defect for defect in defects() if defect.of == "any trainer" and substrates & {*defect.substrates}]
     for cell in FAULT_CELLS:
         holding = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.PASS]

@@ -68,7 +68,7 @@ def side_stream() -> tuple[Any, torch.Stream, torch.Stream]:
 
 
 def clip_on_side_stream(parameters: Iterable[nn.Parameter], max_norm: float, *, awaited: bool) -> Tensor:
-    """Scale gradients on a stream of its own, for which the optimizer waits or not."""
+    """Scale gradients on another stream, for which the optimizer waits or not."""
     held = list(parameters)
     norm = clip_with_torch(held, float("inf"))
     module, current, side = side_stream()
@@ -85,7 +85,7 @@ clip_not_awaited = declare(clip=partial(clip_on_side_stream, awaited=False))(sha
 
 
 def loss_of_copies(model: nn.Module, batch: tuple[Tensor, Tensor], *, recorded: bool) -> Tensor:
-    """Copy inputs on a stream of its own, as loaders do, and tell the allocator of their use on another one, or not.
+    """Copy inputs on another stream, as loaders do, and tell the allocator of their use on the current one, or not.
 
     The copy of the second half may be given the memory of the first, which the current stream may not have read yet.
     """
@@ -179,7 +179,7 @@ mesh_of_cpu, mesh_of_cuda = with_mesh_of("cpu"), with_mesh_of("cuda")
 
 
 class OnCpu(FunctionSubject):
-    """Adapter that builds its run on the CPU, whatever it is given."""
+    """Adapter that builds its run on the CPU, also if it is given another device."""
 
     def build(self, cell: Any, *, device: torch.device, max_norm: float) -> Any:
         return super().build(cell, device=torch.device("cpu"), max_norm=max_norm)

@@ -129,7 +129,7 @@ def _expect_offloaded(facts: SubjectFacts, held: HeldMemory) -> None:
 
 
 def _forward_bytes(allocator: AllocatorFacts, step: int) -> int:
-    """Return what the forward passes of a step have added at their peak to what was held before it."""
+    """Return the bytes by which the forward passes of a step have, at their peak, exceeded those held before it."""
     before = {held.step: held.requested_bytes for held in allocator.held}[step - 1]
     return (
         max((each.requested_bytes for each in allocator.peaks if _is(each, step, "forward")), default=before) - before
@@ -178,8 +178,8 @@ def test_steps_need_the_same_memory(under: Under) -> None:
 )
 def test_a_device_behind_its_host_needs_no_more_memory(under: Under) -> None:
     """The peak of memory in each phase MUST be the same for a device that keeps up with the host and for one that is as
-    far behind as events permit, but for micro-batches; so MUST be the peak of blocks that are in use, or freed and
-    waiting for a stream.
+    far behind as events permit, except for as much as the micro-batches of a step; no more MUST wait for a stream after
+    it was freed.
 
     Wrong if blocks wait for streams (`record_stream`), or are freed when the device has got somewhere: the peak then
     depends on timings, and is highest when the host runs ahead.

@@ -6,7 +6,7 @@ import pytest
 
 from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import load_matrix
+from conformance.plan.matrix import TRAINER_CELLS, load_matrix
 from conformance.plan.scopes import GAPS, Scope, declared_scopes, in_order, scope
 from conformance.plan.selection import Facts, Selection
 from conformance.project import LAWS_DIRECTORY, PROJECT
@@ -27,12 +27,14 @@ def test_declarations_are_those_of_the_decorator() -> None:
 
 def test_every_gap_leaves_a_cell_of_the_matrix_out_of_a_law() -> None:
     matrix = load_matrix(PROJECT / "matrix.yaml")
-    all_facts = [cell.facts() for cell in matrix.cells.values()]
+    pairs = ((matrix.scopes, matrix.cells.values()), (matrix.trainer_scopes, TRAINER_CELLS))
     met = {
         gap
-        for declared in matrix.scopes.values()
+        for scopes, cells in pairs
+        for facts in [[cell.facts() for cell in cells]]
+        for declared in scopes.values()
         for gap in declared.gaps
-        if any(declared.where.holds(facts) and gap.selection.holds(facts) for facts in all_facts)
+        if any(declared.where.holds(each) and gap.selection.holds(each) for each in facts)
     }
     assert met == set(GAPS.values())
     judged = {case.law for profile in matrix.profiles for case in matrix.cases(profile)}

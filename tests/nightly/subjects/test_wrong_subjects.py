@@ -18,6 +18,7 @@ from conformance.laws.trainers.test_any_trainer import test_shards_partition_par
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
+from conformance.plan.substrates import SIM
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen
 from conformance.run.pool import Pools
@@ -29,7 +30,12 @@ from tests.support import sample_reports
 
 BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 DP2, HSDP, TP = FAULT_CELLS
-LAWS = {law_id: asserted for law_id, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
+LAWS = {
+    law_id: asserted
+    for law_id, asserted in asserted_laws().items()
+    if asserted.law.scope.of == "any trainer" and asserted.law.substrates != SIM
+}
+"""Laws that need no device; for the others see `test_wrong_subjects_on_sim.py`."""
 
 
 class JudgedTrainer(NamedTuple):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from conformance.__main__ import main
+from conformance.judge.registry import asserted_laws
+from conformance.plan.substrates import SIM
 from conformance.project import PROJECT
 from conformance.subjects import subject
 from conformance.subjects.protocol import reference_name
@@ -36,7 +38,9 @@ def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None
     done = judge(tmp_path, "my_subject.py:parallelize")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
-    assert report["verdicts"] == {"pass": len(report["cases"])}
+    unsupported = {case["law"] for case in report["cases"] if case["verdict"] == "unsupported"}
+    assert report["verdicts"].keys() == {"pass", "unsupported"}
+    assert unsupported == {law for law, each in asserted_laws().items() if each.law.substrates == SIM}
     assert {case["id"].split("/")[1] for case in report["cases"]} == {"my_subject:parallelize"}
     assert "dp2-tp2-bf16mp-default-full" in {case["cell"] for case in report["cases"]}
     assert all(seen["laws"] for seen in report["trainer"]["faults"])
