@@ -8,6 +8,9 @@ namespace sim {
 namespace {
 
 using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor; // as torch's lists name them
+#if __has_include(<ATen/core/Dimname.h>) // until torch lost its named tensors
+using at::DimnameList;
+#endif
 
 at::Tensor binary_cross_entropy_banned(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) {
   TORCH_CHECK(
