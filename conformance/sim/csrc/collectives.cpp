@@ -1,8 +1,10 @@
 #include "collectives.h"
 
+#include <ATen/ops/cat.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -90,6 +92,35 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Collectives and transfers that were issued as a group.
+class GroupWork final : public c10d::Work {
+ public:
+  explicit GroupWork(std::vector<WorkPtr> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isCompleted(); });
+  }
+  bool wait(std::chrono::milliseconds limit) override {
+    for (const auto& work : works_) work->wait(limit);
+    return true;
+  }
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+  Tensors result() override {
+    Tensors all;
+    for (const auto& work : works_)
+      for (auto& tensor : work->result()) all.push_back(tensor);
+    return all;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return works_.back()->getFuture();
+  }
+
+ private:
+  std::vector<WorkPtr> works_;
+};
+
 // What ProcessGroupNCCL's watchdog does with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default: a collective that is not over
 // within the limit of its process group ends the process, whoever waits for it.
 // https://docs.pytorch.org/docs/stable/user_guide/torch_nccl_environment_variables.html
@@ -132,8 +163,22 @@ class SimulatedBackend final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "simccl";
   }
+  void setTimeout(std::chrono::milliseconds limit) override {
+    watchdog_.limit = limit;
+  }
+  // A group of collectives and transfers has one work, and none of its transfers waits for another: the sends come first.
   bool supportsCoalescing() const override {
-    return false;
+    return true;
+  }
+  void startCoalescing() override {
+    group_.emplace();
+  }
+  WorkPtr endCoalescing() override {
+    for (auto& [tensors, from_rank, tag] : group_->receives) receive(tensors, from_rank, tag);
+    auto works = std::move(group_->works);
+    group_.reset();
+    if (works.empty()) return WorkPtr();
+    return c10::make_intrusive<GroupWork>(std::move(works));
   }
   void shutdown() override {
     drain();
@@ -148,6 +193,7 @@ class SimulatedBackend final : public c10d::Backend {
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return issue("all_reduce", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      scale_in_place(to, options);
       return gloo->allreduce(to, options);
     });
   }
@@ -158,6 +204,7 @@ class SimulatedBackend final : public c10d::Backend {
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return issue("reduce", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      scale_in_place(to, options);
       return gloo->reduce(to, options);
     });
   }
@@ -182,12 +229,14 @@ class SimulatedBackend final : public c10d::Backend {
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return issue("reduce_scatter", {input}, {output}, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      scale(from, options);
       return gloo->_reduce_scatter_base(to[0], from[0], options);
     });
   }
   WorkPtr reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     return issue("reduce_scatter", inputs.at(0), outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      scale(from, options);
       std::vector<Tensors> lists{from};
       return gloo->reduce_scatter(to, lists, options);
     });
@@ -195,6 +244,7 @@ class SimulatedBackend final : public c10d::Backend {
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     return issue("reduce_scatter", inputs, outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      scale(from, options);
       return gloo->reduce_scatter_tensor_coalesced(to, from, options);
     });
   }
@@ -208,6 +258,18 @@ class SimulatedBackend final : public c10d::Backend {
       return gloo->alltoall_base(to[0], from[0], received, sent, options);
     };
     return issue("all_to_all", {input}, {output}, options, run);
+  }
+  // Gloo has only the form with one tensor.
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return issue("all_to_all", inputs, outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      at::Tensor sent = flat(from), received = flat(to);
+      std::vector<int64_t> sent_sizes = sizes(from), received_sizes = sizes(to);
+      auto work = gloo->alltoall_base(received, sent, received_sizes, sent_sizes, options);
+      work->wait();
+      Tensors shares = received.split_with_sizes(received_sizes);
+      for (size_t rank = 0; rank < to.size(); ++rank) to[rank].copy_(shares[rank].view_as(to[rank]));
+      return work;
+    });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     Tensors list = inputs.empty() ? Tensors() : inputs[0];
@@ -234,14 +296,14 @@ class SimulatedBackend final : public c10d::Backend {
     };
     if (!is_on_device(tensors.at(0))) {
       drain();
-      return gloo_->send(tensors, to_rank, tag);
+      return grouped(gloo_->send(tensors, to_rank, tag));
     }
     return issue("send", tensors, {}, TransferOptions(), run);
   }
   WorkPtr recv(Tensors& tensors, int from_rank, int tag) override {
-    return issue("recv", {}, tensors, TransferOptions(), [from_rank, tag](auto& gloo, auto&, auto& to, auto&) {
-      return gloo->recv(to, from_rank, tag);
-    });
+    if (!group_) return receive(tensors, from_rank, tag);
+    group_->receives.push_back({tensors, from_rank, tag});
+    return WorkPtr();
   }
   // The host waits for the current stream, as in ProcessGroupNCCL. All streams make progress meanwhile; no order rests on that.
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -251,6 +313,48 @@ class SimulatedBackend final : public c10d::Backend {
   }
 
  private:
+  struct Receive {
+    Tensors tensors;
+    int from_rank, tag;
+  };
+  struct Group {
+    std::vector<WorkPtr> works;
+    std::vector<Receive> receives;
+  };
+
+  // NCCL's PREMUL_SUM multiplies each number before it is added; gloo has no such sum.
+  template <class Options>
+  static void scale(Tensors& tensors, Options& options) {
+    if (options.reduceOp.op_ != c10d::ReduceOp::PREMUL_SUM) return;
+    const auto* supplement = static_cast<const c10d::NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get());
+    TORCH_CHECK(!supplement->tensor_factor.defined(), "simccl has PREMUL_SUM for a number only, not for a tensor");
+    for (auto& tensor : tensors) tensor = tensor.mul(supplement->double_factor);
+    options.reduceOp = c10d::ReduceOp::SUM;
+  }
+  template <class Options>
+  static void scale_in_place(Tensors& tensors, Options& options) {
+    Tensors scaled = tensors;
+    scale(scaled, options);
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (!scaled[i].is_same(tensors[i])) tensors[i].copy_(scaled[i]);
+  }
+  static at::Tensor flat(const Tensors& tensors) {
+    Tensors rows;
+    for (const auto& tensor : tensors) rows.push_back(tensor.reshape(-1));
+    return at::cat(rows);
+  }
+  static std::vector<int64_t> sizes(const Tensors& tensors) {
+    std::vector<int64_t> all;
+    for (const auto& tensor : tensors) all.push_back(tensor.numel());
+    return all;
+  }
+
+  WorkPtr receive(Tensors& tensors, int from_rank, int tag) {
+    return issue("recv", {}, tensors, TransferOptions(), [from_rank, tag](auto& gloo, auto&, auto& to, auto&) {
+      return gloo->recv(to, from_rank, tag);
+    });
+  }
+
   // A device makes progress while its host waits for other hosts. Without that, one rank could wait here for a peer that
   // waits in a collective of the device for this rank's.
   void drain() {
@@ -263,7 +367,7 @@ class SimulatedBackend final : public c10d::Backend {
     const Tensors& any = inputs.empty() ? outputs : inputs;
     if (!is_on_device(any.at(0))) {
       drain();
-      return run(gloo_, inputs, outputs, const_cast<Options&>(options));
+      return grouped(run(gloo_, inputs, outputs, const_cast<Options&>(options)));
     }
     Lock lock;
     OnDevice scope(any.at(0).device());
@@ -284,7 +388,7 @@ class SimulatedBackend final : public c10d::Backend {
   template <class Options, class Run>
   WorkPtr issue_on_current_stream(
       const char* name, Tensors inputs, Tensors outputs, const Options& options, Run run) {
-    auto kernel = [gloo = gloo_, watchdog = watchdog_, number = ++issued_, name, options, run](
+    auto kernel = [gloo = gloo_, watchdog = watchdog_, number = ++issued_, name, options = options, run](
                       const Tensors& inputs, const Tensors& outputs) mutable {
       Tensors from = inputs, to = outputs;
       WithoutPython others;
@@ -299,7 +403,12 @@ class SimulatedBackend final : public c10d::Backend {
     bool records = records_streams(name, options.asyncOp);
     if (records) record_current_stream(inputs, outputs);
     if (records || lifetime == Lifetime::kHeldUntilWait && !options.asyncOp) inputs.clear();
-    return c10::make_intrusive<StreamWork>(done, event, std::move(inputs), std::move(outputs));
+    return grouped(c10::make_intrusive<StreamWork>(done, event, std::move(inputs), std::move(outputs)));
+  }
+
+  WorkPtr grouped(WorkPtr work) {
+    if (group_) group_->works.push_back(work);
+    return work;
   }
 
   static void record_current_stream(const Tensors& inputs, const Tensors& outputs) {
@@ -312,6 +421,7 @@ class SimulatedBackend final : public c10d::Backend {
   Watchdog watchdog_;
   int64_t issued_ = 0;
   std::optional<int64_t> stream_;
+  std::optional<Group> group_; // between startCoalescing and endCoalescing
   // Kept until the end: gloo does not say that a transfer is over until somebody waits for it.
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
 };

@@ -100,12 +100,12 @@ void Scheduler::step(int64_t stream) {
   Queue& queue = queues_[stream];
   TORCH_INTERNAL_ASSERT(!queue.entries.empty(), "stream ", stream, " waits for itself");
   ++steps_;
+  // An error in another stream leaves this one as it is.
+  reach(queue.entries.front().task.after);
+  if (int64_t number = queue.entries.front().collective)
+    while (collectives_.begin()->first < number) reach(Point(collectives_.begin()->second));
   auto entry = std::move(queue.entries.front());
   queue.entries.pop_front();
-  reach(entry.task.after);
-  if (entry.collective) {
-    while (collectives_.begin()->first < entry.collective) reach(Point(collectives_.begin()->second));
-  }
   if (entry.collective) collectives_.erase(entry.collective);
   ++queue.done;
   run(entry.task, stream);

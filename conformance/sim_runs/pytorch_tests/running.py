@@ -54,8 +54,8 @@ class FileRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def run_file(checkout: Checkout, file: File, setting: Setting, *, limit_s: float) -> FileRun:
     """Run a test file; one that exceeds the limit is interrupted, and has a failed test that says so."""
     with tempfile.TemporaryDirectory(prefix="pytorch-tests-") as directory:
-        outcomes = _outcomes(checkout, file, setting, Path(directory), limit_s)
-    return FileRun(file.area, file.name, setting.world, setting.device, setting.schedule, tuple(outcomes))
+        outcomes = tuple(_outcomes(checkout, file, setting, Path(directory), limit_s))
+    return FileRun(file.area, file.name, setting.world, setting.device, setting.schedule, outcomes)
 
 
 def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path, limit_s: float) -> Iterator[Outcome]:
