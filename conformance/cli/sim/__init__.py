@@ -1,9 +1,9 @@
 """`python -m conformance sim`: any program on the simulated device, one module for each of its commands."""
 
 from conformance.cli.command import Commands
-from conformance.cli.sim import build, fidelity, pytorch_tests, run
+from conformance.cli.sim import build, fidelity, operators, pytorch_tests, run
 
-_COMMANDS = (build, run, pytorch_tests, fidelity)
+_COMMANDS = (build, run, operators, pytorch_tests, fidelity)
 
 
 def add_parser(commands: Commands) -> None:

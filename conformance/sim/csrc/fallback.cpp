@@ -82,7 +82,9 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
 }
 
 at::Tensor empty_on(c10::Device device, const at::Tensor& like) {
-  return at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
+  at::Tensor empty = at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
+  if (like.is_conj()) empty._set_conj(true);
+  return empty;
 }
 
 void copy_results(const std::vector<c10::IValue>& to, const Stack& from) {
@@ -240,12 +242,41 @@ Values Call::meta_arguments() const {
 // Operators whose results have other shapes, strides or dtypes on the CPU than on meta tensors.
 bool is_other_on_meta(const std::string& operator_name) {
   static const std::set<std::string> names{
-      "native_batch_norm", "_native_batch_norm_legit", "_embedding_bag", "_embedding_bag_forward_only",
-      "native_layer_norm", "native_group_norm", "im2col", "col2im", "max_unpool2d", "nonzero_static", "sort", "cat",
-      "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_svd", "_linalg_eigh", "_linalg_solve_ex", "linalg_eig",
-      "linalg_householder_product", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_factor_ex",
-      "linalg_lu_solve", "linalg_qr", "linalg_solve_triangular", "cholesky_inverse", "geqrf", "lu_unpack", "ormqr",
-      "triangular_solve"};
+      "_batch_norm_no_update",
+      "_batch_norm_with_update",
+      "_embedding_bag",
+      "_embedding_bag_forward_only",
+      "_fft_c2c",
+      "_fft_c2r",
+      "_fft_r2c",
+      "_linalg_eigh",
+      "_linalg_solve_ex",
+      "_linalg_svd",
+      "_native_batch_norm_legit",
+      "cholesky_inverse",
+      "col2im",
+      "geqrf",
+      "im2col",
+      "linalg_cholesky_ex",
+      "linalg_eig",
+      "linalg_householder_product",
+      "linalg_ldl_factor_ex",
+      "linalg_ldl_solve",
+      "linalg_lstsq",
+      "linalg_lu_factor_ex",
+      "linalg_lu_solve",
+      "linalg_qr",
+      "linalg_solve_triangular",
+      "lu_unpack",
+      "max_unpool2d",
+      "native_batch_norm",
+      "native_group_norm",
+      "native_layer_norm",
+      "nonzero_static",
+      "ormqr",
+      "sort",
+      "triangular_solve",
+      "vdot"};
   return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
 }
 

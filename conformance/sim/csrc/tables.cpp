@@ -120,7 +120,7 @@ std::vector<at::Tensor> foreach_norm(
   if (are_dense(tensors) && are_of(tensors, tensors[0].scalar_type()) && (p == 1 || p == 2 || std::isinf(p)))
     buffer = allocator(tensors[0].device().index()).allocate(bytes_to_norm(tensors, type));
   Tensors norms;
-  for (size_t i = 0; i < tensors.size(); ++i) norms.push_back(at::empty({}, tensors[0].options().dtype(type)));
+  for (size_t i = 0; i < tensors.size(); ++i) norms.push_back(at::empty({}, tensors[0].options().dtype(c10::toRealValueType(type))));
   launch("aten::_foreach_norm.Scalar", tensors.vec(), norms, [order, dtype](auto& from, auto& to) {
     auto results = at::_foreach_norm(from, order, dtype);
     for (size_t i = 0; i < to.size(); ++i) to[i].copy_(results[i]);

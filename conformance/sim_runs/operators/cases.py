@@ -1,6 +1,7 @@
 """Cases of the sweep: one operator, dtype and variant with all samples, on the device and on the CPU."""
 
 import warnings
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -96,6 +97,14 @@ def _judged_sample(case: Case, sample: Any) -> Judged | None:
         return Judged(Outcome.DIFFERS, f"no error; on the CPU {reason(expected)}", 1)
     found = difference(measured, expected)
     return Judged(Outcome.DIFFERS if found else Outcome.EQUAL, found, 1)
+
+
+def run_on_cpu(case: Case) -> None:
+    """Call all samples of a case on the CPU alone, whose kernel may end the process."""
+    (dtype,) = database.dtypes([case.dtype])
+    for sample in database.samples(database.operators()[case.operator], dtype):
+        with suppress(Exception):
+            _run(case, sample, _CPU)
 
 
 def _finish_queued_work() -> None:

@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -60,16 +60,16 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def judged(self, case: Case) -> Judged | None:
-        """Return the outcome of a case, or None if the process died of it or does not answer."""
+    def survives(self, case: Case, *, on_cpu: bool) -> bool:
+        """Let the process judge a case, or call it on the CPU alone; returns whether it answers."""
         try:
-            self.connection.send(tuple(case))
+            self.connection.send((tuple(case), on_cpu))
             if self.connection.poll(_LIMIT_S):
-                answer: Judged = self.connection.recv()
-                return answer
+                self.answer: Judged | None = self.connection.recv()
+                return True
         except (EOFError, OSError):
             self.process.join()
-        return None
+        return False
 
     def end(self) -> str:
         """End the process; returns how it ended."""
@@ -82,27 +82,31 @@ class _Worker:
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
+def _judged(case: Case, schedule: str, worker: _Worker) -> tuple[Judged, _Worker]:
+    """Return the outcome of a case, and the worker, or another one in place of a dead one."""
+    if worker.survives(case, on_cpu=False):
+        assert worker.answer is not None
+        return worker.answer, worker
+    how = worker.end()
+    if (another := _Worker(schedule)).survives(case, on_cpu=True):
+        return Judged(Outcome.DIED, how), another
+    return Judged(Outcome.DIED, f"{another.end()} of the CPU's own kernel, without the device"), _Worker(schedule)
+
+
 def sweep(cases: Sequence[Case], outcomes: Outcomes, progress: Callable[[int, int], None]) -> dict[Case, Judged]:
     """Judge the cases whose outcomes are not known; returns all outcomes, in the order of the cases."""
     todo = iter([list(group) for _, group in groupby(_unknown(cases, outcomes), attrgetter("operator", "dtype"))])
     turn = threading.Lock()
 
-    def groups() -> Iterator[list[Case]]:
-        while True:
-            with turn:
-                group = next(todo, None)
-            if group is None:
-                return
-            yield group
-
     def work() -> None:
         worker = _Worker(outcomes.schedule)
-        for group in groups():
+        while True:
+            with turn:
+                group = next(todo, [])
+            if not group:
+                break
             for case in group:
-                found = worker.judged(case)
-                if found is None:
-                    found = Judged(Outcome.DIED, worker.end())
-                    worker = _Worker(outcomes.schedule)
+                found, worker = _judged(case, outcomes.schedule, worker)
                 outcomes.add(case, found)
                 progress(len(outcomes.known), len(cases))
         worker.end()

@@ -7,11 +7,11 @@ from conformance.sim_runs.operators.cases import Case
 
 
 def serve(connection: Connection, schedule: str) -> None:
-    """Receive cases, send their outcomes, until the other end is closed."""
+    """Receive pairs of a case and whether the CPU alone is wanted; send outcomes, until the other end is closed."""
     import torch
 
     from conformance.sim.enabling import enable
-    from conformance.sim_runs.operators.cases import judged
+    from conformance.sim_runs.operators.cases import judged, run_on_cpu
 
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # kernels that die print their stacks
@@ -21,6 +21,7 @@ def serve(connection: Connection, schedule: str) -> None:
     enable(schedule)
     try:
         while True:
-            connection.send(judged(Case(*connection.recv())))
+            case, on_cpu = connection.recv()
+            connection.send(run_on_cpu(Case(*case)) if on_cpu else judged(Case(*case)))
     except EOFError:
         return
