@@ -42,7 +42,7 @@ def run_command(command: Sequence[str], *, schedule: str, devices: int | None) -
 
 
 def command_of(program: Sequence[str], *, world_size: int | None, translate: bool = False) -> list[str]:
-    """Return the command that starts a program in a process of its own, or in the ranks of a world on this machine.
+    """Return the command that starts a program, in a separate process or in the ranks of a world on this machine.
 
     Raises UsageError for a program that is missing, and for a module that is to be translated.
     """

@@ -39,7 +39,7 @@ def devices_have_memory_and_streams_of_their_own() -> None:
 
 
 def copies_between_devices_wait_for_both() -> None:
-    """The source's stream copies what it has so far into memory with which the other device's is done."""
+    """The copy follows earlier work on both devices, and precedes later work."""
     source, target = torch.zeros(4, device="sim:0"), torch.full((4,), 7.0, device="sim:1")
     for _ in range(3):
         source.add_(1)
