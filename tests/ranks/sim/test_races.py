@@ -1,6 +1,5 @@
 """Races of scripts: unordered operators are named by their lines, and right twins are left alone."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -8,33 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from conformance.project import PROJECT
-from conformance.sim.recorded import Place
 from conformance.sim_runs.races.exploring import explore
-from conformance.sim_runs.races.findings import Exploration, Pair
+from conformance.sim_runs.races.findings import Exploration
 from conformance.sim_runs.races.text import text
 from reference_trainer.checks import UsageError
+from tests.support.race_scripts import Script
 from tests.support.simulated_processes import library
 
-LIMIT_S = 120.0
-HEAD = """
-import conformance.simulated_device
-import torch
-
-main = torch.accelerator.current_stream()
-side = torch.Stream(device="sim")
-
-
-def ones():
-    return torch.ones(1000, device="sim")
-"""
-CALLS = """
-
-for case in CASES:
-    for right in (False, True):
-        print(case.__name__, right, case(right), flush=True)
-        torch.accelerator.synchronize()
-"""
 MISSING_WAIT = """
 def missing_wait(right):
     x = ones()
@@ -107,81 +86,6 @@ def backward_elsewhere(right):
 
 CASES = [freed_too_early, pinned_read_early, pinned_written_early, same_bits, backward_elsewhere]
 """
-ORDERED = """
-import threading
-
-
-def by_a_number(_):
-    x = ones()
-    side.wait_stream(main)
-    with side:
-        x.add_(1)
-        scale = x.sum().item()  # waits
-    return (x * scale).sum().item()
-
-
-def in_a_thread(_):
-    x, results = ones(), []
-    ready, done = torch.Event(device="sim"), torch.Event(device="sim")
-    ready.record()
-
-    def work():
-        stream = torch.Stream(device="sim")
-        with stream:
-            ready.wait()
-            results.append(x * 3)
-            done.record()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    done.wait()
-    results[0].record_stream(main)
-    return results.pop().sum().item()
-
-
-CASES = [by_a_number, in_a_thread]
-"""
-ASKED = """
-x = ones() * 2
-done = torch.Event(device="sim")
-done.record()
-x = x + 1 if done.query() else x - 1  # asks
-print(x.sum().item())
-"""
-RANDOM = """
-torch.seed()
-print(torch.randn(4).to("sim").sum().item())
-"""
-CHECKED = """
-x = ones()
-side.wait_stream(main)
-with side:
-    x.zero_()
-assert (x + 1).sum().item() == 1000
-"""
-
-
-class Script:
-    def __init__(self, directory: Path, source: str) -> None:
-        self.file = directory / "script.py"
-        self.file.write_text(HEAD + source + (CALLS if "CASES" in source else ""))
-
-    def explore(self, schedules: int) -> Exploration:
-        command = [sys.executable, str(self.file)]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-        return explore(command, schedules, environment=environment, limit_s=LIMIT_S)
-
-    def mark(self, place: Place | None) -> str:
-        """Return the comment of a line."""
-        assert place is not None
-        assert place.file == str(self.file)
-        return self.file.read_text().splitlines()[place.line - 1].partition("# ")[2]
-
-    def marks(self, pair: Pair) -> tuple[str, ...]:
-        return self.mark(pair.first.program), self.mark(pair.second.program)
-
-
 pytestmark = pytest.mark.skipif(library() is None, reason="nothing can compile the device")
 
 
@@ -230,37 +134,6 @@ def test_lifetimes_and_pinned_memory(tmp_path: Path) -> None:
     assert pairs["here", "there"].inverted_under == [], "the checker alone finds it: all bits are equal"
     assert all("lazy" in pair.inverted_under for marks, pair in pairs.items() if marks != ("here", "there"))
     assert exploration.held_by_waits == []
-
-
-def test_waits_for_a_number_order_and_are_listed(tmp_path: Path) -> None:
-    script = Script(tmp_path, ORDERED)
-    exploration = script.explore(2)
-    assert exploration.is_clean
-    assert {script.mark(pair.wait) for pair in exploration.held_by_waits} == {"waits"}
-    assert "no accesses are unordered: no legal schedule" in text(exploration)
-
-
-def test_a_question_about_a_stream_changes_bits_without_a_pair(tmp_path: Path) -> None:
-    script = Script(tmp_path, ASKED)
-    exploration = script.explore(2)
-    assert exploration.pairs == []
-    assert [difference.kind for difference in exploration.runs[1].differences] == ["read"]
-    assert [script.mark(place) for place in exploration.queries] == ["asks"]
-    assert "no unordered pair explains it" in text(exploration)
-
-
-def test_a_random_program_is_told(tmp_path: Path) -> None:
-    exploration = Script(tmp_path, RANDOM).explore(2)
-    assert [difference.kind for difference in exploration.nondeterministic] == ["read"]
-    assert exploration.smallest is None
-    assert "two eager runs differ" in text(exploration)
-
-
-def test_a_program_that_fails_under_a_schedule(tmp_path: Path) -> None:
-    exploration = Script(tmp_path, CHECKED).explore(2)
-    assert [run.status for run in exploration.runs] == [0, 1]
-    assert "AssertionError" in exploration.runs[1].ending
-    assert not exploration.is_clean
 
 
 def test_a_program_without_the_device_is_refused(tmp_path: Path) -> None:
