@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
         "--schedule",
         default="lazy,eager",
         metavar="S[,S]",
-        help="schedules, one after the other (default: %(default)s)",
+        help="schedules, one by one (default: %(default)s)",
     )
     parser.add_argument(
         "--results",

@@ -83,6 +83,8 @@ def _judged_sample(case: Case, sample: Any) -> Judged | None:
         expected: list[Snapshot] | Exception = _run(case, sample, _CPU)
     except NotApplicable:
         return None
+    except (AttributeError, NameError):  # a mistake in the variant, not the operator's
+        raise
     except Exception as error:
         expected = error
     try:

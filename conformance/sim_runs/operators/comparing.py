@@ -55,7 +55,7 @@ def difference(measured: list[Snapshot], expected: list[Snapshot]) -> str:
     for number, pair in enumerate(zip(measured, expected, strict=True)):
         for field, one, other in zip(Snapshot._fields, *pair, strict=True):
             if one != other:
-                shown = "" if field == "bits" else f": {one} instead of {other}"
+                shown = "" if field == "bits" else f": {one!s} instead of {other!s}"
                 return f"{field} of result {number}{shown}"
     return ""
 

@@ -20,7 +20,7 @@ _LISTS = (
     "foreach_reduce_op_db",
     "foreach_other_op_db",
 )
-SEED = 0
+_SEED = 0
 
 
 @cache
@@ -52,7 +52,7 @@ def is_differentiable(info: Any, dtype: torch.dtype) -> bool:
 
 
 def samples(info: Any, dtype: torch.dtype) -> Sequence[Any]:
-    """Return the sample inputs of an operator on the CPU, the same at each call. Those of other layouts are left out."""
+    """Return the sample inputs of an operator on the CPU, the same at each call."""
     seed()
     return list(info.sample_inputs("cpu", dtype, requires_grad=is_differentiable(info, dtype)))
 
@@ -61,6 +61,6 @@ def seed() -> None:
     """Seed all generators from which samples and operators draw."""
     import numpy as np
 
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)

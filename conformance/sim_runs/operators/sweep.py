@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from pathlib import Path
 
@@ -56,7 +55,7 @@ class _Worker:
     def __init__(self, schedule: str) -> None:
         context = _context()
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=serve, args=(theirs, schedule), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, schedule), daemon=True)
         self.process.start()
         theirs.close()
 

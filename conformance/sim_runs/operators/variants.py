@@ -48,7 +48,7 @@ def in_place(info: Any, sample: Sample) -> Any:
 def _layouts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield copies of a tensor: contiguous, with reversed dimensions, and with a row before and behind."""
     yield tensor.clone()
-    if tensor.dim() > 1 and tensor.is_non_overlapping_and_dense():
+    if tensor.dim() > 1:
         order = tuple(reversed(range(tensor.dim())))
         yield tensor.permute(order).contiguous().permute(order)
     if tensor.dim():

@@ -22,6 +22,10 @@ def serve(connection: Connection, schedule: str) -> None:
     try:
         while True:
             case, on_cpu = connection.recv()
-            connection.send(run_on_cpu(Case(*case)) if on_cpu else judged(Case(*case)))
+            if on_cpu:
+                run_on_cpu(Case(*case))
+                connection.send(None)
+            else:
+                connection.send(judged(Case(*case)))
     except EOFError:
         return
