@@ -4,6 +4,7 @@ The first probes the device's kernels, forks and communication, and judges the l
 the rest: four ranks, races, and as many cases of the profile `pr` as there is time for.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,10 @@ def stages_of(call: str, *, accelerator: str, work: Path) -> list[Stage]:
     return list(program.first() if call == "first" else program.second())
 
 
+_FIRST_CELL = re.compile(r"[\w.]+(?:-[\w.]+)+")
+"""Ids of cells in a selection, the reference trainer's first."""
+
+
 class _Program:
     def __init__(self, accelerator: str, work: Path) -> None:
         self._accelerator, self._work = accelerator, work
@@ -54,7 +59,7 @@ class _Program:
 
     def second(self) -> Iterator[Stage]:
         yield self._session("four-ranks", 120, ["PAR-*", "MP-*", "CLIP-*", "OFF-*"], _FOUR_RANKS)
-        cells = {defect.id: defect.cells.partition(" = ")[2] for defect in defects() if defect.id in RACES}
+        cells = {defect.id: _FIRST_CELL.findall(defect.cells)[0] for defect in defects() if defect.id in RACES}
         for race in RACES:
             expected = (0, 5) if self._accelerator == "cpu" else (1,)  # the CPU has no streams, nor pinned memory
             yield self._session(f"race-{race}", 40, ["STREAM-5"], [cells[race]], defect=race, expected=expected)

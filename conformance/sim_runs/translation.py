@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from conformance.sim.device import BACKEND, NAME
 
-_TEXTS = (
+_STRINGS = (
     (re.compile(r"(?<![\w-])cuda(?![\w-])"), NAME),
     (re.compile(r"(?<![\w-])nccl(?![\w-])"), BACKEND),
     (
@@ -106,7 +106,7 @@ class _Translator(ast.NodeTransformer):
         return _NAMES.get(name, name)
 
     def _text(self, text: str) -> str:
-        for pattern, replacement in _TEXTS:
+        for pattern, replacement in _STRINGS:
             text, count = pattern.subn(replacement, text)
             self.replacements += count
         return text

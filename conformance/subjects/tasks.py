@@ -191,7 +191,7 @@ def _require_on(device: torch.device, model: nn.Module) -> None:
         if found.type != device.type:
             raise SubjectMistake(
                 f"{name} of the parallel model is on {found}, and ranks compute on {device.type}: take the device from "
-                "torch.accelerator.current_accelerator(), or from the arguments of build(), in place of a name such as 'cpu'"
+                "torch.accelerator.current_accelerator(), or from the arguments of build()"
             )
 
 

@@ -35,7 +35,12 @@ ORDER = (*LAYERS, (MAIN,))
 
 WITH_TORCH = ("conformance/run/ranks/process.py", "conformance/run/ranks/server.py")
 TORCH = re.compile(r"(torch|safetensors\.torch)(\..*)?")
-PYTEST_ALLOWED_IN = ("conformance/pytest_plugin/", "conformance/cli/judge.py", "conformance/cli/spmd.py")
+PYTEST_ALLOWED_IN = (
+    "conformance/pytest_plugin/",
+    "conformance/cli/judge.py",
+    "conformance/cli/spmd.py",
+    "conformance/sim_runs/pytorch_tests/process.py",
+)
 
 PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
@@ -47,6 +52,8 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
     "conformance/sim/device.py": "a device module has no public way in; an error names it if it is gone",
     "conformance/sim_runs/fidelity/probes/operators.py": "FSDP2's norms of lists have no public name; a probe fails",
+    "conformance/sim_runs/operators/database.py": "torch's operator database; an error names it if it is gone",
+    "conformance/sim_runs/pytorch_tests/": "PyTorch's own tests ask for the harness; a test that lacks it fails",
     "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
     "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",
     "conformance/run/ranks/preload.py": "names a module to load, and does without it where it is missing",

@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def _adapt() -> None:
-    """Give torch's harness what it asks of CUDA and NCCL and the device cannot know."""
+    """Give torch's harness the answers of CUDA and NCCL that no device of another kind has."""
     from torch.testing._internal import common_distributed, common_fsdp, common_utils
     from torch.testing._internal.distributed import multi_threaded_pg
 

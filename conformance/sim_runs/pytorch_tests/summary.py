@@ -39,10 +39,10 @@ class Share(NamedTuple):
     def __str__(self) -> str:
         share = self.passed / self.tests if self.tests else 0.0
         same = self.tests - self.other_version
-        of_same = self.passed / same if same else 0.0
+        share_of_version = self.passed / same if same else 0.0
         return (
             f"{self.passed} of {self.tests} tests pass ({share:.0%}) that ran and need no kernel of CUDA or feature of "
-            f"NCCL; {of_same:.0%} without the {self.other_version} that need another version of torch"
+            f"NCCL; {share_of_version:.0%} without the {self.other_version} that need another version of torch"
         )
 
 

@@ -181,7 +181,7 @@ def test_races_are_tried_on_the_cells_of_the_catalogue(tmp_path: Path) -> None:
     stages = {stage.name: stage for stage in stages_of("second", accelerator="cuda", work=tmp_path)}
     for race in RACES:
         stage = stages[f"race-{race}"]
-        assert f"id = {options(stage)['--cells']}" == cells[race]
+        assert options(stage)["--cells"] in cells[race]
         assert options(stage)["--defect"] == race
         assert stage.expected == (1,)
     assert options(stages["race-offload-source-released"])["--cells"].endswith("-offloadcpu-pinned")

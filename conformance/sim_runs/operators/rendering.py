@@ -1,4 +1,4 @@
-"""Outcomes of a sweep as text and as a page: counts, and a row for each operator that is not equal."""
+"""Outcomes of a sweep as text and in markdown: counts, and a row for each operator that is not equal."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
