@@ -11,7 +11,6 @@ from types import ModuleType
 
 from conformance.sim.enabling import enable
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE, checked_count
-from conformance.sim_runs.translation import translate_imports, translated
 from reference_trainer.checks import UsageError
 
 
@@ -65,6 +64,9 @@ def environment(schedule: str, devices: int | None) -> dict[str, str]:
 
 
 def _run_translated(script: Path) -> None:
+    # Not at the top: commands that run nothing do not load torch.
+    from conformance.sim_runs.translation import translate_imports, translated
+
     translate_imports([script.resolve().parent])
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = str(script)
