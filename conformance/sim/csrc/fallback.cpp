@@ -62,6 +62,7 @@ class Call {
   Values host_arguments() const;
   Values meta_arguments() const;
   Values zero_arguments() const;
+  bool would_resize_in_place(const Values& others) const;
   void resize_outputs(const Values& others) const;
   at::Tensor on_device(const at::Tensor& tensor) const;
 
@@ -267,6 +268,7 @@ bool is_other_on_meta(const std::string& operator_name) {
       "linalg_lu_solve",
       "linalg_qr",
       "linalg_solve_triangular",
+      "logit_backward",
       "lu_unpack",
       "max_unpool2d",
       "native_batch_norm",
@@ -302,6 +304,7 @@ std::optional<Values> Call::infer() {
   } catch (const std::exception&) { // wrong arguments, about which the CPU's kernel complains, or a need for data
     return std::nullopt;
   }
+  if (would_resize_in_place(meta)) return std::nullopt; // the CPU's kernel complains
   Values results;
   for (size_t k = 0; k < stack.size(); ++k) {
     if (argument_returned_as(k)) {
@@ -316,10 +319,20 @@ std::optional<Values> Call::infer() {
   return results;
 }
 
-// Gives the tensors that the operator writes the sizes and strides that it has given to others in their place.
+bool Call::would_resize_in_place(const Values& others) const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (!writes(i) || schema_.arguments()[i].is_out()) continue;
+    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
+    for (size_t j = 0; j < tensors.size(); ++j)
+      if (tensors[j].sizes() != resized[j].sizes()) return true;
+  }
+  return false;
+}
+
+// Gives outputs the sizes and strides that the operator has given to others in their place.
 void Call::resize_outputs(const Values& others) const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (!writes(i)) continue;
+    if (!schema_.arguments()[i].is_out()) continue;
     auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
     for (size_t j = 0; j < tensors.size(); ++j) {
       const auto &tensor = tensors[j], &other = resized[j];
