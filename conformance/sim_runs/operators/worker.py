@@ -20,7 +20,8 @@ def serve(connection: Connection, schedule: str) -> None:
         os.dup2(silence, stream)
     torch.set_num_threads(1)
     torch.set_warn_always(True)
-    device.load(device_library())  # with the CPU's generator: random numbers can be compared
+    extension = device.load(device_library(), with_generators=True)  # torch's samples fork the device's generator
+    extension.use_generators_of_device(False)  # but operators use the CPU's: their numbers can be compared
     device.follow(Schedule.parse(schedule))
     device.poison(True)
     try:
