@@ -46,6 +46,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
     "conformance/sim/device.py": "a device module has no public way in; an error names it if it is gone",
+    "conformance/sim_runs/operators/database.py": "the database is private; an error names it if it is gone",
     "conformance/sim_runs/fidelity/probes/operators.py": "FSDP2's norms of lists have no public name; a probe fails",
     "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
     "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> Answer:
         if options.only or options.dtypes:
             raise UsageError("--write writes a row for every operator: leave out --only and --dtypes")
     from conformance.sim.schedules import Schedule
-    from conformance.sim_runs.operators import database, page
+    from conformance.sim_runs.operators import database, summary
     from conformance.sim_runs.operators.cases import DTYPES, cases
     from conformance.sim_runs.operators.sweep import Outcomes, sweep
 
@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> Answer:
         judged[schedule] = sweep(todo, Outcomes(options.results, schedule), _show_progress)
     if options.write:
         _DOCS_FILE.parent.mkdir(exist_ok=True)
-        _DOCS_FILE.write_text(page.as_markdown(judged) + "\n")
-    return Answer(page.as_text(judged), int(page.has_problems(judged)))
+        _DOCS_FILE.write_text(summary.as_markdown(judged) + "\n")
+    return Answer(summary.as_text(judged), int(summary.has_problems(judged)))
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     """Outcome of a case; the worst among its samples, in ascending order."""
 
     EQUAL = "equal"
-    """The same results in every bit, or an error on both devices."""
+    """Results agree in every bit, or both devices raise an error."""
     REFUSED = "refused"
     """An error on the device, none on the CPU."""
     DIFFERS = "differs"
@@ -47,7 +47,7 @@ class Judged(NamedTuple):
 
     outcome: Outcome
     reason: str = ""
-    """Of the first sample with this outcome."""
+    """Difference, error or signal of the first sample with this outcome."""
     samples: int = 0
     """Samples that gave results on the CPU or the device; 0 if the variant does not exist."""
 

@@ -74,7 +74,7 @@ def views_are_views() -> None:
 
 
 def errors_come_from_the_call() -> None:
-    """As on a GPU, wrong arguments are the host's errors; the queue goes on."""
+    """Wrong arguments are errors of the host, as on a GPU; the queue goes on."""
     x = torch.ones(3, 4, device="sim")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(x, x)
