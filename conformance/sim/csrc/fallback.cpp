@@ -55,6 +55,7 @@ class Call {
  private:
   bool writes(size_t argument) const;
   bool has_out() const;
+  bool is_input(const c10::IValue& output) const;
   std::optional<size_t> argument_returned_as(size_t result) const;
   bool returns_new_tensors() const;
   std::string name() const;
@@ -144,6 +145,15 @@ bool Call::returns_new_tensors() const {
 bool Call::has_out() const {
   return std::any_of(
       schema_.arguments().begin(), schema_.arguments().end(), [](const auto& argument) { return argument.is_out(); });
+}
+
+// An output that the operator reads, too, as variants in place call those with `out`.
+bool Call::is_input(const c10::IValue& output) const {
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (!schema_.arguments()[i].is_out() && output.isTensor() && arguments_[i].isTensor() &&
+        arguments_[i].toTensor().is_same(output.toTensor()))
+      return true;
+  return false;
 }
 
 void refuse_other_layout(const std::string& name, const at::Tensor& tensor) {
@@ -370,7 +380,7 @@ void Call::run_now(Stack& stack) {
   auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
   run->arguments = host_arguments();
   for (size_t i = 0; i < arguments_.size(); ++i) // outputs that the kernel may resize
-    if (schema_.arguments()[i].is_out())
+    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i]))
       run->arguments[i] = map_tensors(arguments_[i], [](const at::Tensor& tensor) { return empty_on(at::kCPU, tensor); });
   Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
@@ -386,7 +396,7 @@ void Call::run_now(Stack& stack) {
   if (run->error) std::rethrow_exception(run->error);
   resize_outputs(run->arguments);
   for (size_t i = 0; i < arguments_.size(); ++i)
-    if (schema_.arguments()[i].is_out()) copy_results({arguments_[i]}, {run->arguments[i]});
+    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i])) copy_results({arguments_[i]}, {run->arguments[i]});
   auto on_the_device = [&](const at::Tensor& tensor) {
     at::Tensor result = on_device(tensor);
     if (tensor.numel()) result.copy_(tensor);
@@ -443,9 +453,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-// Torch chooses a kernel of convolution by the device, and leaves that to a device of this kind.
+// Operators that choose a kernel by the device themselves, and have none for this kind.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name : {"convolution", "_convolution", "convolution_backward"})
+  for (const char* name : {"convolution", "_convolution", "convolution_backward", "conj_physical_"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
