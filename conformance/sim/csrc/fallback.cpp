@@ -55,6 +55,7 @@ class Call {
  private:
   bool writes(size_t argument) const;
   bool has_out() const;
+  bool is_input(const c10::IValue& output) const;
   std::optional<size_t> argument_returned_as(size_t result) const;
   bool returns_new_tensors() const;
   std::string name() const;
@@ -62,6 +63,7 @@ class Call {
   Values host_arguments() const;
   Values meta_arguments() const;
   Values zero_arguments() const;
+  bool would_resize_in_place(const Values& others) const;
   void resize_outputs(const Values& others) const;
   at::Tensor on_device(const at::Tensor& tensor) const;
 
@@ -143,6 +145,15 @@ bool Call::returns_new_tensors() const {
 bool Call::has_out() const {
   return std::any_of(
       schema_.arguments().begin(), schema_.arguments().end(), [](const auto& argument) { return argument.is_out(); });
+}
+
+// An output that the operator reads, too, as variants in place call those with `out`.
+bool Call::is_input(const c10::IValue& output) const {
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (!schema_.arguments()[i].is_out() && output.isTensor() && arguments_[i].isTensor() &&
+        arguments_[i].toTensor().is_same(output.toTensor()))
+      return true;
+  return false;
 }
 
 void refuse_other_layout(const std::string& name, const at::Tensor& tensor) {
@@ -267,6 +278,7 @@ bool is_other_on_meta(const std::string& operator_name) {
       "linalg_lu_solve",
       "linalg_qr",
       "linalg_solve_triangular",
+      "logit_backward",
       "lu_unpack",
       "max_unpool2d",
       "native_batch_norm",
@@ -302,6 +314,7 @@ std::optional<Values> Call::infer() {
   } catch (const std::exception&) { // wrong arguments, about which the CPU's kernel complains, or a need for data
     return std::nullopt;
   }
+  if (would_resize_in_place(meta)) return std::nullopt; // the CPU's kernel complains
   Values results;
   for (size_t k = 0; k < stack.size(); ++k) {
     if (argument_returned_as(k)) {
@@ -316,10 +329,20 @@ std::optional<Values> Call::infer() {
   return results;
 }
 
-// Gives the tensors that the operator writes the sizes and strides that it has given to others in their place.
+bool Call::would_resize_in_place(const Values& others) const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (!writes(i) || schema_.arguments()[i].is_out()) continue;
+    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
+    for (size_t j = 0; j < tensors.size(); ++j)
+      if (tensors[j].sizes() != resized[j].sizes()) return true;
+  }
+  return false;
+}
+
+// Gives outputs the sizes and strides that the operator has given to others in their place.
 void Call::resize_outputs(const Values& others) const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (!writes(i)) continue;
+    if (!schema_.arguments()[i].is_out()) continue;
     auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
     for (size_t j = 0; j < tensors.size(); ++j) {
       const auto &tensor = tensors[j], &other = resized[j];
@@ -357,7 +380,7 @@ void Call::run_now(Stack& stack) {
   auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
   run->arguments = host_arguments();
   for (size_t i = 0; i < arguments_.size(); ++i) // outputs that the kernel may resize
-    if (schema_.arguments()[i].is_out())
+    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i]))
       run->arguments[i] = map_tensors(arguments_[i], [](const at::Tensor& tensor) { return empty_on(at::kCPU, tensor); });
   Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
@@ -373,7 +396,7 @@ void Call::run_now(Stack& stack) {
   if (run->error) std::rethrow_exception(run->error);
   resize_outputs(run->arguments);
   for (size_t i = 0; i < arguments_.size(); ++i)
-    if (schema_.arguments()[i].is_out()) copy_results({arguments_[i]}, {run->arguments[i]});
+    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i])) copy_results({arguments_[i]}, {run->arguments[i]});
   auto on_the_device = [&](const at::Tensor& tensor) {
     at::Tensor result = on_device(tensor);
     if (tensor.numel()) result.copy_(tensor);
@@ -430,9 +453,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-// Torch chooses a kernel of convolution by the device, and leaves that to a device of this kind.
+// Operators that choose a kernel by the device themselves, and have none for this kind.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name : {"convolution", "_convolution", "convolution_backward"})
+  for (const char* name : {"convolution", "_convolution", "convolution_backward", "conj_physical_"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -34,6 +34,8 @@ c10::Storage Twins::storage(const c10::Storage& given) {
 }
 
 at::Tensor Twins::twin(const at::Tensor& tensor) {
+  for (const auto& [known, twin] : twins_)
+    if (known == tensor.unsafeGetTensorImpl()) return twin;
   auto key = type_ == at::kMeta ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
   at::Tensor twin =
       at::detail::make_tensor<at::TensorImpl>(storage(tensor.storage()), c10::DispatchKeySet(key), tensor.dtype());
@@ -42,6 +44,7 @@ at::Tensor Twins::twin(const at::Tensor& tensor) {
   if (tensor.is_conj()) impl->_set_conj(true);
   if (tensor.is_neg()) impl->_set_neg(true);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  twins_.emplace_back(tensor.unsafeGetTensorImpl(), twin);
   return twin;
 }
 

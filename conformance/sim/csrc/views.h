@@ -24,8 +24,8 @@ struct BelowDispatch {
 bool is_on_device(const at::Tensor& tensor);
 
 // Tensors for another device in place of given ones: on the CPU over the same bytes, or on meta without any. They own no
-// memory, as nothing that a kernel or a copy engine uses, and share storages as the given ones do, so that operators
-// notice overlaps.
+// memory, as nothing that a kernel or a copy engine uses. They share storages as the given ones do, and are the same
+// where those are, so that operators notice overlaps.
 class Twins {
  public:
   explicit Twins(c10::DeviceType type) : type_(type) {}
@@ -36,6 +36,7 @@ class Twins {
 
   c10::DeviceType type_;
   std::vector<std::pair<const c10::StorageImpl*, c10::Storage>> storages_;
+  std::vector<std::pair<const c10::TensorImpl*, at::Tensor>> twins_;
 };
 
 // CPU tensor over the bytes of a tensor on the device or the host.

@@ -10,7 +10,9 @@ def serve(connection: Connection, schedule: str) -> None:
     """Receive pairs of a case and whether the CPU alone is wanted; send outcomes, until the other end is closed."""
     import torch
 
-    from conformance.sim.enabling import enable
+    from conformance.sim import device
+    from conformance.sim.building import device_library
+    from conformance.sim.schedules import Schedule
     from conformance.sim_runs.operators.cases import judged, run_on_cpu
 
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -18,7 +20,10 @@ def serve(connection: Connection, schedule: str) -> None:
         os.dup2(silence, stream)
     torch.set_num_threads(1)
     torch.set_warn_always(True)
-    enable(schedule)
+    extension = device.load(device_library(), with_generators=True)  # torch's samples fork the device's generator
+    extension.use_generators_of_device(False)  # but operators use the CPU's: their numbers can be compared
+    device.follow(Schedule.parse(schedule))
+    device.poison(True)
     try:
         while True:
             case, on_cpu = connection.recv()
