@@ -61,7 +61,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
   docs                generated parts of README and docs: checked, written
-  sim                 any program on the simulated accelerator, under every schedule
+  sim                 any program on the simulated accelerator, under many schedules
   lock                matrix.lock, the derived cells: checked, written
   spmd                a session over several hosts, under torchrun
 """

@@ -19,6 +19,7 @@ from conformance.run.devices.leases import DIRECTORY_VARIABLE
 from conformance.run.pool import Pools
 from conformance.run.record import Record
 from conformance.run.store import RecordStore
+from tests.support.simulated_processes import library
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: tests
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
@@ -105,3 +106,10 @@ def mesh() -> Iterator[DeviceMesh]:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def compiled_device() -> None:
+    """Compile the simulated device; skip a test whose processes need it where nothing can compile it."""
+    if library() is None:
+        pytest.skip("nothing here can compile the simulated device")

@@ -35,8 +35,8 @@ _UNDER_TORCHRUN = {
 """Variables by which trainers recognise torchrun. Nobody connects to the address: the process group exists before."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 _MISTAKE = SubjectMistake.__name__
-_NAMED_DEVICE = re.compile("cuda|incompatible tensor type", re.IGNORECASE)
-"""Messages of torch about a device that code has named, and that is not the one on which ranks compute."""
+_NAMED_DEVICE = re.compile("cuda", re.IGNORECASE)
+"""Messages of torch about a device that code has named, and that this machine does not have."""
 _NAMED_DEVICE_REMEDY = (
     "; ranks compute on sim: take the device from torch.accelerator.current_accelerator() in place of a name such as "
     "'cuda' or 'cpu'"

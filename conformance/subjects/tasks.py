@@ -139,15 +139,16 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
     if device.type == simulated.NAME:
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
+    lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
     with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
         uninitialised.enter_context(uninitialised_is_nan())
-        with DispatchTap([], outcomes=[writers.listen_to_outcomes]) if writers else nullcontext():
+        with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
             run = build()
         recorder = SubjectRecorder(
             run,
             names=job.names,
             aliases=job.aliases,
-            begin=partial(_begin, job, device, uninitialised),
+            begin=partial(_begin, job, device, uninitialised, lines),
             writers=writers,
             accelerator=accelerator,
         )
@@ -172,11 +173,11 @@ def built(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
     """Do nothing: defects replace this function, to reach a run that is about to take its first step."""
 
 
-def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, run: Built) -> None:
+def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines: Writers | None, run: Built) -> None:
     """After inspection, load the reference weights."""
     uninitialised.close()
     if not job.cell.offload:
-        _require_on(device, run.model)
+        _require_on(device, run.model, lines)
     load_weights(run.model, Path(job.weights), job.aliases)
     if job.is_repeated:
         for group in run.optimizer.param_groups:
@@ -184,14 +185,17 @@ def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, run: B
     built(run.model, run.optimizer, job.max_norm)
 
 
-def _require_on(device: torch.device, model: nn.Module) -> None:
-    """Raise SubjectMistake for a parameter on another type of device than that on which ranks compute."""
+def _require_on(device: torch.device, model: nn.Module, lines: Writers | None) -> None:
+    """Raise SubjectMistake, with the line that put it there if known, for a parameter on another type of device."""
     for name, parameter in model.named_parameters():
         found = local(parameter).device
         if found.type != device.type:
+            line = lines.written({name: parameter}).get(name) if lines else None
+            place = f" ({Path(line.file).name}:{line.number})" if line else ""
             raise SubjectMistake(
-                f"{name} of the parallel model is on {found}, and ranks compute on {device.type}: take the device from "
-                "torch.accelerator.current_accelerator(), or from the arguments of build()"
+                f"{name} of the parallel model is on {found}{place}, and ranks compute on {device.type}: take the "
+                "device from torch.accelerator.current_accelerator(), or from the arguments of build(), in place of a "
+                "name such as 'cuda' or 'cpu'"
             )
 
 

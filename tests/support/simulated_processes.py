@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conformance.outcomes import Unsupported
@@ -26,15 +26,7 @@ def library() -> Path | None:
 def exit_code(check: Callable[..., None], *arguments: object) -> int:
     """Return the exit code of a process with the device that calls `check(*arguments)`; 0 without a compiler."""
     compiled = library()
-    if compiled is None:
-        return 0
-    process = context().Process(target=_call, args=(check, compiled, arguments))
-    process.start()
-    process.join(LIMIT_S)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode is not None
-    return process.exitcode
+    return 0 if compiled is None else _exit_codes(_call, [(check, compiled, arguments)])[0]
 
 
 def exit_codes(check: Callable[..., None], *, ranks: int, directory: Path) -> list[int]:
@@ -42,16 +34,7 @@ def exit_codes(check: Callable[..., None], *, ranks: int, directory: Path) -> li
     compiled = library()
     if compiled is None:
         return [0] * ranks
-    processes = [
-        context().Process(target=_call, args=(check, compiled, (rank, ranks, directory))) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
-    return [process.exitcode or 0 for process in processes]
+    return _exit_codes(_call, [(check, compiled, (rank, ranks, directory)) for rank in range(ranks)])
 
 
 def _call(check: Callable[..., None], compiled: Path, arguments: tuple[object, ...]) -> None:
@@ -67,15 +50,22 @@ def _call(check: Callable[..., None], compiled: Path, arguments: tuple[object, .
 
 def enabled_exit_code(check: Callable[[], None], *, devices: int) -> int:
     """Return the exit code of a process that has made `sim` its accelerator, as any program does, and calls `check`."""
-    if library() is None:
-        return 0
-    process = context().Process(target=_call_enabled, args=(check, devices))
-    process.start()
-    process.join(LIMIT_S)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode is not None
-    return process.exitcode
+    return 0 if library() is None else _exit_codes(_call_enabled, [(check, devices)])[0]
+
+
+def _exit_codes(target: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> list[int]:
+    """Return the exit codes of processes that run at the same time; of one that is late, that of its kill."""
+    processes = [context().Process(target=target, args=arguments) for arguments in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    codes = [process.exitcode for process in processes]
+    assert None not in codes
+    return [code for code in codes if code is not None]
 
 
 def _call_enabled(check: Callable[[], None], devices: int) -> None:

@@ -12,7 +12,6 @@ from conformance.sim_runs.races.exploring import explore
 from conformance.sim_runs.races.findings import Exploration
 from conformance.sim_runs.races.text import text
 from conformance.sim_runs.running import command_of
-from tests.support.simulated_processes import library
 
 LIMIT_S = 300.0
 TRAINING = """
@@ -58,7 +57,7 @@ def test_sum():
 """
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
 
-pytestmark = pytest.mark.skipif(library() is None, reason="nothing can compile the device")
+pytestmark = pytest.mark.usefixtures("compiled_device")
 
 
 def exploration_of_training(directory: Path, *arguments: str, schedules: int) -> Exploration:

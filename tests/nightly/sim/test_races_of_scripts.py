@@ -6,7 +6,6 @@ import pytest
 
 from conformance.sim_runs.races.text import text
 from tests.support.race_scripts import Script
-from tests.support.simulated_processes import library
 
 ORDERED = """
 import threading
@@ -63,7 +62,7 @@ assert (x + 1).sum().item() == 1000
 """
 
 
-pytestmark = pytest.mark.skipif(library() is None, reason="nothing can compile the device")
+pytestmark = pytest.mark.usefixtures("compiled_device")
 
 
 def test_waits_for_a_number_order_and_are_listed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from conformance.sim import generators
 from conformance.sim import torch_sim as SIM  # noqa: N812 - as programs name it, torch.sim
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
-from tests.support.simulated_processes import enabled_exit_code, library
+from tests.support.simulated_processes import enabled_exit_code
 
 LIMIT_S = 120.0
 
@@ -130,7 +130,7 @@ def test_programs_have(check: Callable[[], None]) -> None:
 
 
 def output_of(*command: str, status: int = 0, variables: Mapping[str, str] | None = None) -> str:
-    """Return the output of a Python command; nothing where no compiler can build the device."""
+    """Return the output of a Python command."""
     done = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, **(variables or {})},
@@ -150,7 +150,7 @@ for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, pin_memor
 """
 
 
-@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("compiled_device")
 def test_the_environment_gives_the_device_to_a_process_that_imports_torch() -> None:
     assert output_of("-c", DATA, variables={SCHEDULE_VARIABLE: "lazy"}) == "True 6.0\nTrue 22.0\n"
     assert "unknown" not in output_of("-c", "import conformance.simulated_device, torch; torch.ones(1, device='sim')")
@@ -177,7 +177,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("compiled_device")
 def test_a_script_runs_in_several_ranks_each_on_its_device(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RANK)
@@ -193,7 +193,7 @@ def test_sum():
 """
 
 
-@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("compiled_device")
 def test_tests_of_any_project_run_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "test_sum.py").write_text(TESTS)
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))

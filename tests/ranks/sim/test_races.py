@@ -12,7 +12,6 @@ from conformance.sim_runs.races.findings import Exploration
 from conformance.sim_runs.races.text import text
 from reference_trainer.checks import UsageError
 from tests.support.race_scripts import Script
-from tests.support.simulated_processes import library
 
 MISSING_WAIT = """
 def missing_wait(right):
@@ -86,7 +85,7 @@ def backward_elsewhere(right):
 
 CASES = [freed_too_early, pinned_read_early, pinned_written_early, same_bits, backward_elsewhere]
 """
-pytestmark = pytest.mark.skipif(library() is None, reason="nothing can compile the device")
+pytestmark = pytest.mark.usefixtures("compiled_device")
 
 
 def test_a_missing_wait_is_named_with_the_smallest_schedule(tmp_path: Path) -> None:
