@@ -78,6 +78,10 @@ def errors_come_from_the_call() -> None:
     x = torch.ones(3, 4, device="sim")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(x, x)
+    row = torch.ones(1, 4, device="sim")
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        row.gt_(x)
+    assert row.shape == (1, 4)
     with pytest.raises(RuntimeError, match="must match the size"):
         x.add_(torch.ones(5, device="sim"))
     with pytest.raises(RuntimeError, match="can't be cast"):
