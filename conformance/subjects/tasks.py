@@ -1,7 +1,7 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,7 @@ def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, st
     reference.initial_model(subject, tied=workload.tied)  # what is wrong with it is no matter of fp64
     try:
         return train(subject, workload, dtype=torch.float64, order=0, max_norm=None), ""
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except reference.REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return train(subject, workload, dtype=torch.float32, order=0, max_norm=None), reason
 
@@ -288,10 +288,12 @@ def _trains_in_bf16(subject: Subject) -> bool:
 
 
 def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:
-    cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
-    autocast, _ = reference.bf16_gradients(subject, workload, "autocast")
-    names = exact.gradients[0]
-    runs = [{name: run[name] for name in names} for run in (cast, autocast)]
+    autocast, matmuls = reference.bf16_gradients(subject, workload, "autocast")
+    runs = [autocast]
+    with suppress(*reference.REFUSALS):
+        cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
+        runs.append(cast)
+    runs = [{name: run[name] for name in exact.gradients[0]} for run in runs]
     return own_errors(runs, exact.gradients[0], None), matmuls
 
 
