@@ -44,6 +44,7 @@ from conformance.subjects.protocol import (
     reference_name,
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
+from conformance.subjects.shims import used_shims
 from reference_trainer.mesh import destroy_process_group
 
 REFERENCE_FILE = "reference.safetensors"
@@ -55,7 +56,7 @@ WEIGHTS_FILE = "weights.safetensors"
 def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that `payload["subject"]` names."""
     subject = _loaded(context, payload["subject"])
-    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=list(subject.shims)))
+    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=[*subject.shims, *used_shims()]))
 
 
 def unsupported(context: RankContext, payload: dict[str, Any]) -> str | None:
