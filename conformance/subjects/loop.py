@@ -1,6 +1,7 @@
 """Loop that the suite supplies to subjects that are one function: loss normalisation, accumulation, clipping, step."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -8,10 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
 from conformance.subjects.data import to_device
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 
@@ -87,13 +88,11 @@ class Loop:
         count = self.data.total(sum(self.count(batch) for batch in micro_batches))
         scale = (self.data.ranks if self.averaged else 1) / count
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            set_gradient_sync(self.model, is_last=index == len(micro_batches) - 1)
-            observer.phase("forward", step=step)
-            loss = self.loss(self.model, to_device(batch, self.device))
-            observer.phase("backward", step=step)
-            torch.autograd.backward(loss * scale)
-            loss_sum += plain(loss)
+        *earlier, last = micro_batches
+        with GRADIENT_SYNC.postponed(self.model) if earlier else nullcontext():
+            for batch in earlier:
+                loss_sum += self._backpropagated(batch, scale, observer, step=step)
+        loss_sum += self._backpropagated(last, scale, observer, step=step)
         observer.gradients(self.model, step=step)
         observer.phase("clip", step=step)
         norm = self.clip(self.model.parameters())
@@ -103,6 +102,14 @@ class Loop:
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
         return self.data.sum(loss_sum) / count
+
+    def _backpropagated(self, batch: Batch, scale: float, observer: StepObserver, *, step: int) -> Tensor:
+        """Add the gradients of a micro-batch; returns its loss, without gradient."""
+        observer.phase("forward", step=step)
+        loss = self.loss(self.model, to_device(batch, self.device))
+        observer.phase("backward", step=step)
+        torch.autograd.backward(loss * scale)
+        return plain(loss)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -114,10 +121,3 @@ def plain(tensor: Tensor) -> Tensor:
 def scalar(tensor: Tensor) -> float:
     """Return the number in a scalar tensor, plain or DTensor."""
     return float(plain(tensor))
-
-
-def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
-    """Let FSDP2 reduce gradients in the last micro-batch of a step alone."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(is_last, recurse=False)

@@ -18,6 +18,7 @@ from conformance.defects.catalogue import injected
 from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -141,7 +142,11 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
-    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
+    with (
+        GRADIENT_SYNC.listening(),
+        ExitStack() as uninitialised,
+        accelerator.trace.installed() if accelerator else nullcontext(),
+    ):
         uninitialised.enter_context(uninitialised_is_nan())
         with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
             run = build()
