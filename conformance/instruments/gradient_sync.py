@@ -27,7 +27,7 @@ class GradientSync:
     """Switches of all FSDP modules of this process, while it listens."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[nn.Module, _Switches] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[FSDPModule, _Switches] = WeakKeyDictionary()
         self._setters: tuple[_Setter, _Setter] | None = None
 
     @contextmanager
@@ -76,16 +76,16 @@ class GradientSync:
                 set_gradient_sync(module, found.gradient_sync, recurse=False)
                 set_all_reduce(module, found.all_reduce, recurse=False)
 
-    def _of(self, module: nn.Module) -> _Switches:
+    def _of(self, module: FSDPModule) -> _Switches:
         return self._found.get(module, _Switches())
 
 
-def _set_by(module: FSDPModule, *, recurse: bool) -> list[nn.Module]:
+def _set_by(module: FSDPModule, *, recurse: bool) -> list[FSDPModule]:
     """Return the FSDP modules that a call of a setter reaches."""
     return _fsdp_modules(module) if recurse and isinstance(module, nn.Module) else [module]
 
 
-def _fsdp_modules(model: nn.Module) -> list[nn.Module]:
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -1,6 +1,6 @@
 """Loop that the suite supplies to subjects that are one function: loss normalisation, accumulation, clipping, step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.instruments.gradient_sync import GRADIENT_SYNC
+from conformance.report.trainer import INGREDIENTS, Ingredient
 from conformance.subjects.data import to_device
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 
@@ -48,6 +49,11 @@ class Saving(NamedTuple):
     load: SaveOrLoad
 
 
+LOOP: tuple[Ingredient, ...] = ("loop", "sync", "scaling")
+"""Ingredients of a step that are this module's: micro-batches in turn, gradients that are reduced after the last one,
+and losses that are divided by what counts on all ranks."""
+
+
 @dataclass
 class Loop:
     """One rank that trains a model, see `protocol.Run`; the loss is the mean over all that counts in a step."""
@@ -63,6 +69,13 @@ class Loop:
     device: torch.device
     saving: Saving | None = None
     """None for a run that cannot be saved."""
+    replaced: Collection[Ingredient] = ()
+    """Others of `clip` and `optimizer` than the owner's: the suite's own."""
+
+    @property
+    def by_suite(self) -> list[Ingredient]:
+        """Ingredients of a step that the suite has supplied."""
+        return [each for each in INGREDIENTS if each in (*LOOP, *self.replaced)]
 
     @property
     def data_rank(self) -> int:

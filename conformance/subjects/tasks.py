@@ -33,6 +33,7 @@ from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -83,6 +84,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
+    notes = require_sum(subject, job.workload, dtype=torch.float32 if why_not_fp64 else torch.float64)
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
@@ -107,6 +109,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
         varies=_varies(subject, job.workload),
+        notes=notes,
     )
     return msgspec.to_builtins(facts)
 
