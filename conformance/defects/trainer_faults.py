@@ -91,7 +91,7 @@ def parameters_frozen(benign: bool, _original: Any, model: nn.Module, optimizer:
 def layer_not_synchronised(
     benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
 ) -> None:
-    """Gradients of one group of FSDP are left unsharded and never reduced, whatever the loop says."""
+    """Gradients of one group of FSDP are never reduced, although the loop asks for it."""
 
     def switch(module: FSDPModule, _args: Any) -> None:
         module.set_requires_gradient_sync(benign, recurse=False)

@@ -44,7 +44,7 @@ class GradientSync:
         def set_all_reduce(module: FSDPModule, requires_all_reduce: bool, *, recurse: bool = True) -> None:
             reduce(module, requires_all_reduce, recurse=recurse)
             for each in _set_by(module, recurse=recurse):
-                self._found[each] = replace(self._of(each), all_reduce=requires_all_reduce)
+                self._found[each] = replace(self._last_of(each), all_reduce=requires_all_reduce)
 
         try:
             with (
@@ -72,11 +72,11 @@ class GradientSync:
             yield
         finally:
             for module in modules:
-                found = self._of(module)
+                found = self._last_of(module)
                 set_gradient_sync(module, found.gradient_sync, recurse=False)
                 set_all_reduce(module, found.all_reduce, recurse=False)
 
-    def _of(self, module: FSDPModule) -> _Switches:
+    def _last_of(self, module: FSDPModule) -> _Switches:
         return self._found.get(module, _Switches())
 
 

@@ -40,7 +40,7 @@ class Headline(msgspec.Struct, frozen=True):
     restrictions: list[str]
     """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
     judged: str
-    """Clause about what of another trainer was judged, and what the suite has supplied; empty for the reference."""
+    """Clause about another trainer: its judged ingredients, and those of the suite; empty for the reference trainer."""
     nothing_about: str
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 

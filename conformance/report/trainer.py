@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import msgspec
 
 Ingredient = Literal["loop", "sync", "scaling", "clip", "optimizer"]
-"""Ingredient of a step that either the owner or the suite supplies: micro-batches in turn, when their gradients are
-reduced, division of losses by what counts, clipping, and the optimizer."""
+"""Ingredient of a step that either the owner or the suite supplies: the loop over micro-batches, the moments at which
+gradients are reduced, the division of losses by their number, clipping, and the optimizer."""
 INGREDIENTS: tuple[Ingredient, ...] = get_args(Ingredient)
 _ALWAYS_OWN = ("parallelize", "loss", "data")
 
@@ -65,9 +65,9 @@ class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def judged_line(trainer: TrainerFacts) -> str:
-    """Return the clause that names what is judged of the owner's, and what the suite has supplied in some run.
+    """Return the clause with the owner's ingredients, which are judged, and those of the suite in any run.
 
-    It is empty where no run has ended.
+    It is empty if no run has ended.
     """
     known = [policy.by_suite for policy in trainer.policies if policy.by_suite is not None]
     if not known:

@@ -50,8 +50,7 @@ class Saving(NamedTuple):
 
 
 LOOP: tuple[Ingredient, ...] = ("loop", "sync", "scaling")
-"""Ingredients of a step that are this module's: micro-batches in turn, gradients that are reduced after the last one,
-and losses that are divided by what counts on all ranks."""
+"""Ingredients of a step that the loop below always supplies."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Loop:
     saving: Saving | None = None
     """None for a run that cannot be saved."""
     replaced: Collection[Ingredient] = ()
-    """Others of `clip` and `optimizer` than the owner's: the suite's own."""
+    """Ingredients besides `LOOP` that are the suite's: `clip` and `optimizer`, unless the owner has given them."""
 
     @property
     def by_suite(self) -> list[Ingredient]:

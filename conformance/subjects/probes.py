@@ -40,7 +40,7 @@ _ADVICE = (
 
 
 def require_sum(subject: Subject, workload: Workload, *, dtype: torch.dtype) -> list[str]:
-    """Raise SubjectMistake for a loss that is no sum over samples or labels, or a count of what it leaves out.
+    """Raise SubjectMistake for a loss that is no sum over samples or labels, or for a count of other labels.
 
     Returns sentences about a loss that is unusual and can be judged. `dtype` is that of the more accurate process.
     """
@@ -78,9 +78,9 @@ class _Probe:
 
     def notes(self, batch: Batch) -> Iterator[str]:
         """Yield sentences about the losses of one batch; raises SubjectMistake."""
-        twice, halves = self._of_samples_twice(batch), self._of_halves(batch)
+        twice, halves = self._same_twice(batch), self._both_halves(batch)
         labels = self._labels(batch)
-        half_labels = self._of_half_labels(batch, labels) if labels is not None else None
+        half_labels = self._both_label_halves(batch, labels) if labels is not None else None
         if not any((twice, halves, half_labels)):
             raise SubjectMistake("loss() raises for another number of samples than that of batch(): allow any number")
         worst = max((found for found in (twice, halves) if found), key=lambda found: found.deviation, default=None)
@@ -123,14 +123,14 @@ class _Probe:
         known = [loss for loss in losses if loss is not None]
         return _Sum(sum(known), expected, bound) if expected is not None and len(known) == len(losses) else None
 
-    def _of_samples_twice(self, batch: Batch) -> _Sum | None:
+    def _same_twice(self, batch: Batch) -> _Sum | None:
         """Compare half of the samples twice, a batch of about the usual size, with twice their loss."""
         half = halved(batch)
         once = self._tried(half)
         doubled = map_tensors(lambda tensor: torch.cat([tensor, tensor]), half)
         return self._summed([doubled], 2 * once, 2 * self._bound(half)) if once is not None else None
 
-    def _of_halves(self, batch: Batch) -> _Sum | None:
+    def _both_halves(self, batch: Batch) -> _Sum | None:
         """Compare both halves of the samples with all; None for one sample."""
         count = samples(halved(batch))
         if count == samples(batch):
@@ -139,12 +139,12 @@ class _Probe:
         return self._summed([halved(batch), rest], self._loss(batch), self._bound(batch))
 
     def _counts_batches(self, batch: Batch) -> bool:
-        """Return whether `count` is 1 for a batch of any number of samples: micro-batches are what counts."""
+        """Return whether `count` is 1 for a batch of any number of samples: it counts micro-batches."""
         several = map_tensors(lambda tensor: torch.cat([tensor, tensor]), batch)
         return self._subject.count(batch) == self._subject.count(several) == 1
 
     def _about_batches(self) -> str:
-        """Return the sentence about a loss of which each micro-batch counts alike; raises SubjectMistake."""
+        """Return the sentence about a mean over micro-batches; raises SubjectMistake if they differ in labels."""
         numbers = {default_count(batch) for batch in self.batches}
         if len(numbers) > 1:
             raise SubjectMistake(
@@ -159,7 +159,7 @@ class _Probe:
         is_masked = any(each is not None and bool((each == IGNORED_LABEL).any()) for each in labels)
         return labels_of(batch) if is_masked else None
 
-    def _of_half_labels(self, batch: Batch, labels: Tensor) -> _Sum | None:
+    def _both_label_halves(self, batch: Batch, labels: Tensor) -> _Sum | None:
         """Compare the losses of every second label and of the others; None if no sample has two labels that count.
 
         Other samples are left out: the mean over no label may raise.

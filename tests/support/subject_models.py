@@ -471,7 +471,7 @@ def switched_off_and_on(model: Any, mesh: DeviceMesh, config: ParallelConfig) ->
 
 
 def reducing_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Loss that reduces the gradients of FSDP's modules after each micro-batch, whatever the loop says."""
+    """Loss that lets FSDP reduce gradients after each micro-batch, although the loop postpones it."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(True)
     return loss(model, batch)

@@ -1,6 +1,7 @@
 """Synchronisation of gradients that is given back as the judged code has set it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +27,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, FSDPModule, bool]]
 
 
 @pytest.fixture
-def model() -> Iterator[Any]:
+def model(tmp_path: Path) -> Iterator[Any]:
     """Return a model with a layer, both of which FSDP has."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layer = nn.Linear(2, 2)
-    yield fully_shard(nn.Sequential(fully_shard(layer)))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model[0])
+    yield fully_shard(model)
     dist.destroy_process_group()
 
 

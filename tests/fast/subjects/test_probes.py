@@ -30,7 +30,7 @@ def batch(generator: torch.Generator) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1).masked_fill(torch.arange(8) >= lengths, IGNORED)}
 
 
-def of_one_sample(generator: torch.Generator) -> dict[str, Tensor]:
+def one_sample(generator: torch.Generator) -> dict[str, Tensor]:
     return {name: tensor[:1] for name, tensor in batch(generator).items()}
 
 
@@ -40,7 +40,8 @@ def without_padding(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch["tokens"])  # type: ignore[no-any-return]
+    computed: Tensor = model(batch["tokens"])
+    return computed
 
 
 def summed(model: nn.Module, batch: Batch) -> Tensor:
@@ -58,7 +59,8 @@ def in_fp32(model: nn.Module, batch: Batch) -> Tensor:
 def sum_of_sample_means(model: nn.Module, batch: Batch) -> Tensor:
     labels = batch["labels"]
     losses = cross_entropy(logits(model, batch).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return (losses.sum(1) / (labels != IGNORED).sum(1)).sum()
+    means: Tensor = losses.sum(1) / (labels != IGNORED).sum(1)
+    return means.sum()
 
 
 def shifted(model: nn.Module, batch: Batch) -> Tensor:
@@ -89,7 +91,7 @@ def one(batch: Batch) -> int:
 
 
 def notes(loss: Callable[[nn.Module, Batch], Tensor], **options: Any) -> str:
-    declared = subject(**{"model": model, "loss": loss, "batch": batch, **options})(lambda model, mesh, config: model)
+    declared: Any = subject(**{"model": model, "loss": loss, "batch": batch, **options})(lambda model, mesh, config: model)
     return "; ".join(require_sum(declared, SubjectCell().workload, dtype=torch.float64))
 
 
@@ -97,14 +99,14 @@ def notes(loss: Callable[[nn.Module, Batch], Tensor], **options: Any) -> str:
     ("loss", "options", "problem"),
     [
         (mean, {}, "loss() is a mean over the batch: "),
-        (mean, {"batch": of_one_sample}, "loss() is a mean over the batch: "),
+        (mean, {"batch": one_sample}, "loss() is a mean over the batch: "),
         (mean, {"batch": without_padding}, "loss() is a mean over the batch: "),
         (mean, {"count": samples}, "loss() is a mean over the batch: "),
         (lambda m, b: mean(m, b) * len(b["labels"]), {}, "loss() is no sum, or lets samples depend on each other"),
         (lambda m, b: mean(m, b) * padded(b), {}, "loss() is no sum, or lets samples depend on each other"),
         (lambda m, b: summed(m, b) / padded(b), {}, "loss() is a mean over the batch: "),
         (sum_of_sample_means, {}, "loss() is a mean over the labels of each sample"),
-        (sum_of_sample_means, {"batch": of_one_sample}, "loss() is a mean over the labels of each sample"),
+        (sum_of_sample_means, {"batch": one_sample}, "loss() is a mean over the labels of each sample"),
         (by_longest, {}, "loss() is no sum, or lets samples depend on each other"),
         (contrastive, {}, "loss() is no sum, or lets samples depend on each other"),
         (lambda m, b: summed(m, b) + 8 * balance(m, b), {}, "loss() is no sum, or lets samples depend on each other"),
@@ -124,7 +126,7 @@ def test_a_loss_that_is_no_sum_of_what_counts_is_refused(loss: Any, options: dic
     [
         (summed, {}),
         (in_fp32, {}),
-        (summed, {"batch": of_one_sample}),
+        (summed, {"batch": one_sample}),
         (summed, {"count": samples}),
         (summed, {"count": one}),
         (sum_of_sample_means, {"count": samples}),
@@ -155,8 +157,8 @@ def test_an_unusual_loss_is_told(loss: Any, options: dict[str, Any], note: str) 
 
 
 def test_a_loss_of_fixed_size_is_refused() -> None:
-    def of_four(model: nn.Module, batch: Batch) -> Tensor:
+    def four_samples(model: nn.Module, batch: Batch) -> Tensor:
         return summed(model, {name: tensor.view(4, 8) for name, tensor in batch.items()})
 
     with pytest.raises(SubjectMistake, match="raises for another number of samples"):
-        notes(of_four, batch=without_padding)
+        notes(four_samples, batch=without_padding)
