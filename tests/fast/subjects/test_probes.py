@@ -91,7 +91,9 @@ def one(batch: Batch) -> int:
 
 
 def notes(loss: Callable[[nn.Module, Batch], Tensor], **options: Any) -> str:
-    declared: Any = subject(**{"model": model, "loss": loss, "batch": batch, **options})(lambda model, mesh, config: model)
+    declared: Any = subject(**{"model": model, "loss": loss, "batch": batch, **options})(
+        lambda model, mesh, config: model
+    )
     return "; ".join(require_sum(declared, SubjectCell().workload, dtype=torch.float64))
 
 
