@@ -4,6 +4,7 @@ import msgspec
 
 from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.taps import Line
+from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import SubjectCell, Workload
 
 
@@ -103,8 +104,13 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Streams and memory of the accelerator, if there is one."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
-    is_own_loop: bool = False
-    """True if the trainer's own code takes the steps, False if the suite's loop does."""
+    by_suite: list[Ingredient] = []
+    """Ingredients of the steps that the suite has supplied."""
+
+    @property
+    def is_own_loop(self) -> bool:
+        """True if the trainer's own code takes the steps, False if the suite's loop does."""
+        return "loop" not in self.by_suite
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -144,6 +150,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     bf16_matmul_dtypes: list[str]
     varies: bool
     """True if `count` differs between ranks."""
+    notes: list[str] = []
+    """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
 
 class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):

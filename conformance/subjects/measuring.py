@@ -283,7 +283,7 @@ class SubjectRecorder:
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
-            is_own_loop=not isinstance(run, Loop),
+            by_suite=run.by_suite if isinstance(run, Loop) else [],
         )
 
     def _named(self, name: str) -> str:

@@ -18,6 +18,7 @@ from conformance.defects.catalogue import injected
 from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -32,6 +33,7 @@ from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -82,6 +84,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
+    notes = require_sum(subject, job.workload, dtype=torch.float32 if why_not_fp64 else torch.float64)
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
@@ -106,6 +109,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
         varies=_varies(subject, job.workload),
+        notes=notes,
     )
     return msgspec.to_builtins(facts)
 
@@ -141,7 +145,11 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
-    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
+    with (
+        GRADIENT_SYNC.listening(),
+        ExitStack() as uninitialised,
+        accelerator.trace.installed() if accelerator else nullcontext(),
+    ):
         uninitialised.enter_context(uninitialised_is_nan())
         with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
             run = build()
