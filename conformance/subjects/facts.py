@@ -21,6 +21,18 @@ class ShardedParameter(msgspec.Struct, frozen=True):
     replica_ranks: list[list[int]]
     """Ranks that hold copies, for each mesh dimension that does not shard the parameter."""
     is_trained: bool
+    is_below_fsdp: bool = False
+    """True if FSDP2 shards a module above: of that module's parameters it leaves out those in `ignored_params`."""
+    fsdp_ranks: list[list[int]] = []
+    """Those of `shard_ranks` among which FSDP2 shards the parameter: while its module computes, it is sharded among the
+    others alone, as experts and tensor parallelism are. All of them if the module does not compute."""
+    fsdp_replica_ranks: list[list[int]] = []
+    """Those of `replica_ranks` over which FSDP2 reduces gradients, likewise."""
+
+    @property
+    def is_ignored(self) -> bool:
+        """True for one of the `ignored_params` of a module that FSDP2 shards."""
+        return self.is_below_fsdp and not self.fsdp_ranks and not self.fsdp_replica_ranks
 
 
 class PhasePeaks(msgspec.Struct, frozen=True):

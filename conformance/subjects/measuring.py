@@ -1,12 +1,13 @@
 """Recorder of a subject: the suite's instruments around a step of the subject."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -109,6 +110,8 @@ class SubjectRecorder:
         self._norms: list[float] = []
         self._uninitialised: dict[str, int] = {}
         self._parameters: dict[str, ShardedParameter] = {}
+        self._gathered: dict[str, ShardedParameter] = {}
+        self._below_fsdp: set[str] = set()
         self._unsharded: list[str] = []
         self._phase: Phase = "build"
         self._calls: Counter[str] = Counter()
@@ -176,23 +179,33 @@ class SubjectRecorder:
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        """Count how often modules that FSDP2 has sharded compute in a forward pass, by each of their parameters.
+        """Look at the parameters of modules that FSDP2 has sharded when these compute, and count how often.
 
         A parameter that modules of two groups share is gathered by both.
         """
         groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        used: dict[str, set[str]] = {group: set() for group in groups}
+        used: dict[str, dict[str, str]] = {group: {} for group in groups}
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             above = [group for group in groups if not group or name.startswith(f"{group}.")]
             if above:
-                used[max(above, key=len)].add(own_names[id(parameter)])
+                group = max(above, key=len)
+                used[group][name[len(group) + 1 :] if group else name] = own_names[id(parameter)]
         for group, names in used.items():
+            self._below_fsdp |= {*names.values()}
             model.get_submodule(group).register_forward_pre_hook(partial(self._enter, names))
 
-    def _enter(self, names: Collection[str], *_unused: Any) -> None:
-        if self._phase == "forward":
-            self._calls.update(names)
+    def _enter(self, names: Mapping[str, str], module: nn.Module, *_unused: Any) -> None:
+        """See the parameters of a group, which FSDP2 has gathered, as a module of it computes.
+
+        `names` has the names of parameters in the model of one process, by their names in the module.
+        """
+        if self._phase != "forward":
+            return
+        self._calls.update({*names.values()})
+        if not self._gathered.keys() >= {*names.values()}:
+            gathered = dict(module.named_parameters(remove_duplicate=False))
+            self._gathered |= {names[key]: _layout_of(gathered[key]) for key in names if key in gathered}
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
@@ -266,7 +279,7 @@ class SubjectRecorder:
         return SubjectFacts(
             rank=rank,
             data_rank=run.data_rank,
-            parameters=self._parameters,
+            parameters={name: self._with_fsdp(name, layout) for name, layout in self._parameters.items()},
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             losses=list(losses),
@@ -284,6 +297,19 @@ class SubjectRecorder:
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
             is_own_loop=not isinstance(run, Loop),
+        )
+
+    def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:
+        """Return a layout with what FSDP2 has to do with it."""
+        if name not in self._below_fsdp:
+            return layout
+        gathered = self._gathered.get(name)
+        shards, replicas = (gathered.shard_ranks, gathered.replica_ranks) if gathered else ([], [])
+        return msgspec.structs.replace(
+            layout,
+            is_below_fsdp=True,
+            fsdp_ranks=[ranks for ranks in layout.shard_ranks if ranks not in shards],
+            fsdp_replica_ranks=[ranks for ranks in layout.replica_ranks if ranks not in replicas],
         )
 
     def _named(self, name: str) -> str:

@@ -15,15 +15,23 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 
 @law("fsdp-is-on", of="any trainer", like="AXIS-1", where="world > 1", reference=FULLY_SHARD)
 def test_fsdp_is_on(evidence: Evidence) -> None:
-    """Every parameter MUST be a DTensor that is sharded over ranks with different data, and parameters MUST be gathered
-    in forward.
+    """Every parameter MUST be a DTensor that is sharded over ranks with different data, by FSDP2 or as experts are, or
+    one of the `ignored_params` of a module that FSDP2 shards; and parameters MUST be gathered in forward.
 
     Wrong if the wrapping has silently done nothing, or something else (DDP), or has left a layer out: all comparisons
     would hold.
+
+    FSDP2 leaves a parameter alone below a module that it shards only where it is told to. Its gradient, if it gets one,
+    is the trainer's to reduce, which `gradients` and `replicas` judge.
     """
     record = evidence.record
     data_ranks = {facts.rank: facts.data_rank for facts in record.ranks}
-    everywhere = [(name, parameter) for facts in record.ranks for name, parameter in facts.parameters.items()]
+    everywhere = [
+        (name, parameter)
+        for facts in record.ranks
+        for name, parameter in facts.parameters.items()
+        if not parameter.is_ignored
+    ]
     plain = [name for name, parameter in everywhere if not parameter.is_dtensor]
     unsharded = [
         name

@@ -6,6 +6,7 @@ parallelism communicates depends on the model, and is not judged.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from conformance.assertions import compare
 from conformance.instruments.facts import Collective
@@ -18,6 +19,7 @@ from conformance.subjects.evidence import (
     FsdpGroup,
     fsdp_collectives,
     fsdp_groups,
+    replica_groups,
     shard_group_names,
 )
 from conformance.subjects.facts import SubjectFacts
@@ -56,20 +58,16 @@ def test_every_gradient_is_reduced(evidence: Evidence) -> None:
     Wrong if a parameter is left out, or is reduced twice.
     """
     trained = _trained(evidence)
-    for facts, group, step in _everywhere(evidence):
-        once, detail = group.numel(trained), f"rank {facts.rank}, step {step}"
-        calls = group.numel_by_calls(trained, facts)
+    for facts, kind, group, step in _reductions(evidence):
+        factor = len(group.ranks) if kind == REDUCE_SCATTER else 1
+        once, calls = group.numel(trained), group.numel_by_calls(trained, facts)
         most = calls * evidence.cell.accumulation[step]
-        for kind, factor in ((REDUCE_SCATTER, len(group.ranks)), (ALL_REDUCE, 1)):
-            if kind == ALL_REDUCE and group.replicas is None:
-                continue
-            reduced = _numel(fsdp_collectives(facts, group, kind, step=step))
-            where = f"{detail}, over {group.name if kind == REDUCE_SCATTER else group.replicas}"
-            name = f"elements in {kind}"
-            compare.between(reduced, factor * once, factor * most, name=name, detail=where, unit="elements")
-            if calls == once > 0:
-                name = f"elements in {kind} beyond a multiple of all"
-                compare.count(reduced % (factor * once), name=name, expected=0, detail=where, unit="elements")
+        reduced = _numel(fsdp_collectives(facts, group, kind, step=step))
+        detail, name = f"rank {facts.rank}, step {step}, over {group.name}", f"elements in {kind}"
+        compare.between(reduced, factor * once, factor * most, name=name, detail=detail, unit="elements")
+        if calls == once > 0:
+            name = f"elements in {kind} beyond a multiple of all"
+            compare.count(reduced % (factor * once), name=name, expected=0, detail=detail, unit="elements")
 
 
 @law("wire-dtypes", of="any trainer", like="MP-1", where="world > 1", reference=FULLY_SHARD)
@@ -78,13 +76,12 @@ def test_dtypes_on_the_wire_stay(evidence: Evidence) -> None:
 
     Wrong if gradients are reduced in another dtype after the first step, or in 16 bits where nobody asks for them.
     """
-    first: dict[tuple[int, str], set[str]] = {}
-    for facts, group, step in _everywhere(evidence):
-        issued = [
-            c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in fsdp_collectives(facts, group, kind, step=step)
-        ]
+    first: dict[tuple[int, str, str], set[str]] = {}
+    gathers = ((facts, GATHER, group, step) for facts, group, step in _everywhere(evidence))
+    for facts, kind, group, step in chain(gathers, _reductions(evidence)):
+        issued = fsdp_collectives(facts, group, kind, step=step)
         spelled = {f"{c.kind} in {c.dtype}" + (f", {c.reduce_op}" if c.reduce_op else "") for c in issued}
-        expected = first.setdefault((facts.rank, group.name), spelled)
+        expected = first.setdefault((facts.rank, kind, group.name), spelled)
         other = sorted(spelled - expected)
         if evidence.cell.precision == "fp32":
             other += sorted({f"{c.kind} in {c.dtype}" for c in issued if c.dtype != "float32"})
@@ -150,6 +147,16 @@ def _everywhere(evidence: Evidence) -> Iterator[tuple[SubjectFacts, FsdpGroup, i
         for group in fsdp_groups(evidence.record, facts.rank):
             for step in evidence.steps:
                 yield facts, group, step
+
+
+def _reductions(evidence: Evidence) -> Iterator[tuple[SubjectFacts, str, FsdpGroup, int]]:
+    """Yield all places of reductions: the rank, the kind of collective, its group, and the step."""
+    for facts, group, step in _everywhere(evidence):
+        yield facts, REDUCE_SCATTER, group, step
+    for facts in evidence.record.ranks:
+        for group in replica_groups(evidence.record, facts.rank):
+            for step in evidence.steps:
+                yield facts, ALL_REDUCE, group, step
 
 
 def _trained(evidence: Evidence) -> list[str]:
