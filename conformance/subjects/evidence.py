@@ -150,9 +150,9 @@ class FsdpGroup:
         """Return the elements of the shards of some of the group's parameters."""
         return sum(self.shard_numels[name] for name in names if name in self.shard_numels)
 
-    def numel_by_calls(self, names: Iterable[str], facts: SubjectFacts) -> int:
-        """Return the same, each parameter's as often as its module computes in a forward pass."""
-        return sum(self.numel([name]) * facts.calls.get(name, 1) for name in names)
+    def numel_by_calls(self, names: Iterable[str], calls: Mapping[str, int], *, unseen: int) -> int:
+        """Return the same, each parameter's as often as its module computes, or the number of times for unseen ones."""
+        return sum(self.numel([name]) * calls.get(name, unseen) for name in names)
 
 
 def fsdp_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:

@@ -26,7 +26,7 @@ from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
 from conformance.sim import device as simulated
 from conformance.subjects.accelerator import BUILD, AcceleratorLog
-from conformance.subjects.facts import ShardedParameter, SubjectFacts
+from conformance.subjects.facts import ShardedParameter, StepCalls, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
@@ -115,7 +115,7 @@ class SubjectRecorder:
         self._unsharded: list[str] = []
         self._phase: Phase = "build"
         self._calls: Counter[str] = Counter()
-        self._most_calls: Counter[str] = Counter()
+        self._step_calls: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._first_backward: dict[int, int] = {}
 
     def _new_taps(self) -> Taps:
@@ -183,34 +183,40 @@ class SubjectRecorder:
 
         A parameter that modules of two groups share is gathered by both.
         """
-        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        used: dict[str, dict[str, str]] = {group: {} for group in groups}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
+        used: dict[nn.Module, dict[str, str]] = {}
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             above = [group for group in groups if not group or name.startswith(f"{group}.")]
             if above:
                 group = max(above, key=len)
-                used[group][name[len(group) + 1 :] if group else name] = own_names[id(parameter)]
-        for group, names in used.items():
+                below = name.removeprefix(f"{group}.") if group else name
+                used.setdefault(modules[group], {})[below] = own_names[id(parameter)]
+        for module, names in used.items():
             self._below_fsdp |= {*names.values()}
-            model.get_submodule(group).register_forward_pre_hook(partial(self._enter, names))
+            module.register_forward_pre_hook(partial(self._enter, names))
 
     def _enter(self, names: Mapping[str, str], module: nn.Module, *_unused: Any) -> None:
         """See the parameters of a group, which FSDP2 has gathered, as a module of it computes.
 
-        `names` has the names of parameters in the model of one process, by their names in the module.
+        `names` has the names of parameters in the model of one process, by their names in the module. Within a graph of
+        `torch.compile` the hook does nothing, as a whole graph must not break.
         """
-        if self._phase != "forward":
+        if torch.compiler.is_compiling() or self._phase != "forward":
             return
         self._calls.update({*names.values()})
         if not self._gathered.keys() >= {*names.values()}:
-            gathered = dict(module.named_parameters(remove_duplicate=False))
-            self._gathered |= {names[key]: _layout_of(gathered[key]) for key in names if key in gathered}
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                found = _layout_of(parameter)
+                if key in names and len(found.shard_ranks) <= len(self._gathered.get(names[key], found).shard_ranks):
+                    self._gathered[names[key]] = found
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
         if name == "backward":
-            self._most_calls |= self._calls  # of each parameter the larger number
+            _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
+            total.update(self._calls)
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
         if name == "idle" or step != self._step:
@@ -291,7 +297,7 @@ class SubjectRecorder:
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
             collectives=self._collectives.facts(None),
             first_backward=list(self._first_backward.values()),
-            calls=dict(self._most_calls),
+            calls=[StepCalls(dict(first), dict(total)) for first, total in self._step_calls.values()],
             unsharded=self._unsharded,
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
@@ -300,7 +306,7 @@ class SubjectRecorder:
         )
 
     def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:
-        """Return a layout with what FSDP2 has to do with it."""
+        """Return a layout with the groups among which FSDP2 shards the parameter."""
         if name not in self._below_fsdp:
             return layout
         gathered = self._gathered.get(name)
