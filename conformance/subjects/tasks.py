@@ -92,12 +92,18 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
+    sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
         aliases=reference.aliases(model),
-        sentinels={name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()},
+        sentinels=sentinels,
+        sentinels_at_most={
+            name: max(sentinels[name], buffer.numel() - 1) if sentinels[name] else 0
+            for name, buffer in model.named_buffers()
+        },
+        unsaved_buffers=sorted({name for name, _ in model.named_buffers()} - model.state_dict().keys()),
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,
@@ -277,6 +283,12 @@ def load_weights(model: nn.Module, file: Path, aliases: Mapping[str, str]) -> No
         for name, parameter in model.named_parameters():
             plain = reference_name(name, known)
             full = weights.get_tensor(aliases.get(plain, plain))
+            if parameter.shape != full.shape:
+                raise SubjectMistake(
+                    f"{plain} of the parallel model has shape {tuple(parameter.shape)} on rank {dist.get_rank()}, and "
+                    f"{tuple(full.shape)} in one process: a rank's shard of it, as of experts, must be a DTensor, see "
+                    "DTensor.from_local"
+                )
             shard = local(parameter)
             shard.copy_(full.flatten()[shard_indices(parameter)] if isinstance(parameter, DTensor) else full)
 

@@ -30,6 +30,8 @@ def reference_of(norm: float) -> ReferenceFacts:
         parameters=["weight"],
         aliases={},
         sentinels={},
+        sentinels_at_most={},
+        unsaved_buffers=[],
         untrained=[],
         max_norm=norm,
         losses=[norm],
