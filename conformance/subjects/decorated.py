@@ -209,13 +209,7 @@ def subject(
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
-    for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
-        unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
-        if unknown:
-            raise SubjectMistake(f"{name}={value!r}: give a list of {', '.join(map(repr, allowed))}")
-    for name, function in (("model", model), ("loss", loss), ("batch", batch), ("count", count)):
-        if not callable(function):
-            raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
+    require_declarable(meshes=meshes, precisions=precisions, model=model, loss=loss, batch=batch, count=count)
     if (save is None) != (load is None):
         raise SubjectMistake("save= without load=, or load= without save=: give both, or neither")
     if reduction not in ("mean", "sum"):
@@ -242,6 +236,19 @@ def subject(
         )
 
     return declare
+
+
+def require_declarable(
+    *, meshes: Sequence[MeshName], precisions: Sequence[Precision], **functions: Callable[..., object]
+) -> None:
+    """Raise SubjectMistake for meshes or precisions that the suite does not know, and for what is no function."""
+    for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
+        unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
+        if unknown:
+            raise SubjectMistake(f"{name}={value!r}: give a list of {', '.join(map(repr, allowed))}")
+    for name, function in functions.items():
+        if not callable(function):
+            raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
 
 
 def _require_signature(function: Callable[..., Any]) -> None:

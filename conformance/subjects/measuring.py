@@ -114,6 +114,8 @@ class SubjectRecorder:
         self._calls: Counter[str] = Counter()
         self._most_calls: Counter[str] = Counter()
         self._first_backward: dict[int, int] = {}
+        self._clipped = 0
+        self._before_clip = 0
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -234,12 +236,20 @@ class SubjectRecorder:
         with self._unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
+        self._before_clip = self._collectives.count()
 
-    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
-        """Keep the clipped gradients and their norm."""
+    def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
+        """Keep the clipped gradients and their norm.
+
+        If nobody told that clipping began, it was when gradients were reduced.
+        """
+        self._clipped += 1
+        if self._phase != "clip":
+            self._collectives.rename_phase("clip", since=self._before_clip)
         with self._unseen(), torch.no_grad():
-            self._norms.append(scalar(torch.as_tensor(norm)))
-            self._capture.clipped(model, norm=norm, step=step)
+            known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
+            self._norms += [] if norm is None else [scalar(known)]
+            self._capture.clipped(model, norm=known, step=step)
             layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
         self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
 
@@ -247,16 +257,17 @@ class SubjectRecorder:
     def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
         """Keep the final state, and write all tensors; returns the facts of this rank.
 
-        Raises SubjectMistake if a step, or that the model was built, was not told.
+        A trainer's own loop may tell no losses, and norms for some steps alone, which are left out then. Raises
+        SubjectMistake if a step, or that the model was built, was not told.
         """
         if not self._is_begun:
             raise SubjectMistake("train() did not call observer.built()")
-        if len(self._norms) != len(losses):
-            raise SubjectMistake(f"{len(losses)} steps were taken, and {len(self._norms)} were told to the observer")
-        if len(self._first_backward) != len(losses):
+        if losses and self._clipped != len(losses):
+            raise SubjectMistake(f"{len(losses)} steps were taken, and {self._clipped} were told to the observer")
+        if len(self._first_backward) != self._clipped:
             told = f"the backward passes of {len(self._first_backward)} were told"
             raise SubjectMistake(
-                f"{len(losses)} steps were taken, and {told}: call observer.phase('backward', step=...)"
+                f"{self._clipped} steps were taken, and {told}: call observer.phase('backward', step=...)"
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
@@ -270,7 +281,7 @@ class SubjectRecorder:
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             losses=list(losses),
-            grad_norms=self._norms,
+            grad_norms=getattr(run, "norms", None) or (self._norms if len(self._norms) == self._clipped else []),
             untied=sorted(self._parameters.keys() - self._names),
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
@@ -284,6 +295,7 @@ class SubjectRecorder:
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
             is_own_loop=not isinstance(run, Loop),
+            is_own_model=getattr(run, "makes_own_model", False),
         )
 
     def _named(self, name: str) -> str:

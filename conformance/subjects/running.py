@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,10 +67,14 @@ class SubjectRuns:
         directory = self._alone("describe", Cell(), {"subject": self.subject})
         return _first_result(directory, Description)
 
+    @cached_property
+    def _described(self) -> Description:
+        return self.description()
+
     def reference(self, cell: Cell) -> Reference:
         """Return the reference with which a cell is compared, which ranks without a defect have made."""
         base = reference_cell(cell)
-        job = ReferenceJob(subject=self.subject, workload=subject_cell(cell).workload, directory="")
+        job = ReferenceJob(subject=self.subject, workload=self._options(cell).workload, directory="")
         directory = self._alone("train_reference", base, _payload(job))
         return _reference(directory)
 
@@ -135,7 +139,10 @@ class SubjectRuns:
         return record.failure if record else None
 
     def _options(self, cell: Cell) -> SubjectCell:
-        return subject_cell(cell, device="sim" if self._is_simulated else "cpu")
+        options = subject_cell(cell, device="sim" if self._is_simulated else "cpu")
+        if not self._described.accumulates_evenly:
+            return options
+        return msgspec.structs.replace(options, accumulation=(cell.accumulation,) * cell.steps)
 
     def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
         header = self._header(function, cell, defect=defect, alone=True)
