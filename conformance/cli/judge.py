@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_limit
+from conformance.cli.loop_file import write_for
 from conformance.project import PACKAGE, require_checkout
 from conformance.report.schema import Report
 from conformance.run import known_trainers
@@ -16,7 +17,9 @@ from reference_trainer.checks import UsageError
 
 TEMPLATE = PACKAGE / "subjects" / "example.py.txt"
 """Commented example that `--init` writes."""
-_EXAMPLE = Path("my_subject.py")
+LOOP_TEMPLATE = PACKAGE / "subjects" / "loop_example.py.txt"
+"""Commented example that `--init --loop` writes."""
+_EXAMPLE, _LOOP_EXAMPLE = Path("my_subject.py"), Path("my_loop.py")
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,6 +41,14 @@ def add_parser(commands: Commands) -> None:
         const=_EXAMPLE,
         metavar="FILE",
         help=f"write an example to begin with (default: {_EXAMPLE})",
+    )
+    parser.add_argument(
+        "--loop",
+        nargs="?",
+        const="",
+        metavar="FILE.py:NAME",
+        help=f"with --init: an example of an own loop ({_LOOP_EXAMPLE}), or what is left to say about a function or a "
+        "class that trains",
     )
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
     parser.add_argument(
@@ -72,7 +83,9 @@ def run(options: argparse.Namespace) -> Answer:
     if options.list:
         return Answer(known_trainers.as_text(known_trainers.known_subjects()))
     if options.init is not None:
-        return _write_example(options.init)
+        return _write(options.init, loop=options.loop)
+    if options.loop is not None:
+        raise UsageError("--loop writes a file: give it with --init")
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
     known_trainers.resolve(options.subject)
@@ -111,10 +124,20 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 
-def _write_example(file: Path) -> Answer:
+def _write(file: Path, *, loop: str | None) -> Answer:
+    """Write an example, or the declaration of a trainer's own loop."""
+    if loop:
+        written, subject = write_for(loop)
+        return Answer(f"written: {written}: fill in what it marks\nnext: conformance judge {subject}")
+    if loop is None:
+        return _write_example(file, TEMPLATE, "parallelize")
+    return _write_example(_LOOP_EXAMPLE if file == _EXAMPLE else file, LOOP_TEMPLATE, "train")
+
+
+def _write_example(file: Path, template: Path, name: str) -> Answer:
     if file.suffix != ".py":
         raise UsageError(f"{file} is no Python file: give a name that ends in .py")
     if file.exists():
         raise UsageError(f"{file} exists: give another name, or remove it")
-    file.write_text(TEMPLATE.read_text().replace("FILE:", f"{file.name}:"))
-    return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
+    file.write_text(template.read_text().replace("FILE:", f"{file.name}:"))
+    return Answer(f"written: {file}\nnext: conformance judge {file}:{name}")
