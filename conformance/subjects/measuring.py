@@ -115,6 +115,7 @@ class SubjectRecorder:
         self._most_calls: Counter[str] = Counter()
         self._first_backward: dict[int, int] = {}
         self._clipped = 0
+        self._logged_norms: list[float] = []
         self._before_clip = 0
 
     def _new_taps(self) -> Taps:
@@ -138,6 +139,7 @@ class SubjectRecorder:
 
     def replace(self, run: Built) -> None:
         """Go on with another run, which loads the state of the first one; `built` is called next."""
+        self._logged_norms += getattr(self._run, "norms", [])
         self._run = run
 
     @torch.no_grad()
@@ -281,7 +283,7 @@ class SubjectRecorder:
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             losses=list(losses),
-            grad_norms=getattr(run, "norms", None) or (self._norms if len(self._norms) == self._clipped else []),
+            grad_norms=self._norms_of_steps(),
             untied=sorted(self._parameters.keys() - self._names),
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
@@ -297,6 +299,11 @@ class SubjectRecorder:
             is_own_loop=not isinstance(run, Loop),
             is_own_model=getattr(run, "makes_own_model", False),
         )
+
+    def _norms_of_steps(self) -> list[float]:
+        """Return the norms that the trainer logs, or by which torch clipped; none if some step's is not known."""
+        logged = self._logged_norms + getattr(self._run, "norms", [])
+        return next((norms for norms in (logged, self._norms) if len(norms) == self._clipped), [])
 
     def _named(self, name: str) -> str:
         return reference_name(name, self._known)
