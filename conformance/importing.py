@@ -26,6 +26,11 @@ def load_file(file: Path, *, with_neighbours: bool = False) -> ModuleType:
     return load_module(f"{_PREFIX}_{path.stem}_{digest}", path)
 
 
+def companion_of(file: Path) -> Path:
+    """Return the file that declares how the trainer in a file is judged: beside it, `judge_my_train.py`."""
+    return file.with_name(f"judge_{file.name}")
+
+
 def load_module(name: str, file: Path) -> ModuleType:
     """Return the module of this name, for which a Python file or an extension is loaded unless this process has it."""
     if name in sys.modules:

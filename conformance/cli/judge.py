@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_limit
+from conformance.cli.loop_file import write_for
 from conformance.project import require_checkout
 from conformance.report.schema import Report
 from conformance.run import known_trainers
-from conformance.run.kinds import DEFAULT_KIND, kinds, write_example
+from conformance.run.kinds import DEFAULT_KIND, LOOP_KIND, kinds, write_example
 from reference_trainer.checks import UsageError
 
-_EXAMPLE = Path("my_subject.py")
+_EXAMPLE, _LOOP_EXAMPLE = Path("my_subject.py"), Path("my_loop.py")
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,6 +41,14 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--kind", metavar="KIND", help=f"with --init: one of {', '.join(kinds())} (default: {DEFAULT_KIND})"
+    )
+    parser.add_argument(
+        "--loop",
+        nargs="?",
+        const="",
+        metavar="FILE.py:NAME",
+        help=f"with --init: an example of an own loop ({_LOOP_EXAMPLE}), or what is left to say about a function or a "
+        "class that trains",
     )
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
     parser.add_argument(
@@ -74,9 +83,10 @@ def run(options: argparse.Namespace) -> Answer:
     if options.list:
         return Answer(known_trainers.as_text(known_trainers.known_subjects()))
     if options.init is not None:
-        return _write_example(options.init, options.kind or DEFAULT_KIND)
-    if options.kind is not None:
-        raise UsageError("--kind chooses the example that --init writes: give --init, too")
+        return _write(options.init, kind=options.kind, loop=options.loop)
+    for name in ("kind", "loop"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} chooses the file that --init writes: give --init, too")
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
     known_trainers.resolve(options.subject)
@@ -115,6 +125,14 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 
-def _write_example(file: Path, kind: str) -> Answer:
-    commands = write_example(kind, file)
+def _write(file: Path, *, kind: str | None, loop: str | None) -> Answer:
+    """Write an example, or the declaration of a trainer's own loop."""
+    if kind and loop is not None:
+        raise UsageError(f"--loop writes the kind {LOOP_KIND}: leave out --kind")
+    if loop:
+        written, subject = write_for(loop)
+        return Answer(f"written: {written}: fill in what it marks\nnext: conformance judge {subject}")
+    if loop is not None:
+        kind, file = LOOP_KIND, _LOOP_EXAMPLE if file == _EXAMPLE else file
+    commands = write_example(kind or DEFAULT_KIND, file)
     return Answer("\n".join([f"written: {file}", *(f"next: {command}" for command in commands)]))

@@ -56,6 +56,12 @@ class CollectiveLog(Observer):
         """Remember the phase for the collectives that follow."""
         self._step, self._phase, self._during = step, name, ""
 
+    def rename_phase(self, phase: Phase, *, since: int) -> None:
+        """Give another phase to all collectives after the first `since` of them."""
+        self._entries[since:] = [
+            (ranks, msgspec.structs.replace(entry, phase=phase)) for ranks, entry in self._entries[since:]
+        ]
+
     def sharded(self, model: nn.Module) -> None:
         """Hook the forward of each module sharded by FSDP2, except the root."""
         for name in [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]:

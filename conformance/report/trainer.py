@@ -57,6 +57,8 @@ class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Empty if no fault was tried."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and was judged."""
+    fresh_processes: str = ""
+    """Reason for which no process has served two runs; empty if processes were shared."""
 
     @property
     def blind_to(self) -> list[str]:
@@ -83,6 +85,8 @@ def trainer_lines(trainer: TrainerFacts) -> Iterator[str]:
     if trainer.shims:
         yield f"shims (private names): {', '.join(trainer.shims)}"
     yield from (f"note: {note}" for note in trainer.notes)
+    if trainer.fresh_processes:
+        yield f"processes: fresh ones for each run, since {trainer.fresh_processes}"
     for text, cells in _grouped((str(policy), policy.cell) for policy in trainer.policies).items():
         yield f"measured: {', '.join(cells)}: {text}"
     seen = ((f"{seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}", seen.cell) for seen in trainer.faults)

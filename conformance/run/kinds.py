@@ -8,6 +8,7 @@ from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 DEFAULT_KIND = "language-model"
+LOOP_KIND = "own-loop"
 _DIRECTORY = PACKAGE / "subjects" / "examples"
 _SUFFIX = ".py.txt"
 

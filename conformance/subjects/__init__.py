@@ -1,11 +1,22 @@
 """Subjects: trainers of other people, judged by relations that any correct parallelisation keeps.
 
-`decorated.subject` makes a subject of a function `parallelize(model, mesh, config)`; `protocol.Subject` is for trainers
-with loops of their own, such as those of this package. `conformance judge` judges them.
+`own_loop.own_loop` makes a subject of a trainer's own loop, whose moments the suite sees by itself, and
+`decorated.subject` one of a function `parallelize(model, mesh, config)`. `protocol.Subject` is the interface of both,
+and of the adapters of this package. `conformance judge` judges them.
 """
 
 from conformance.subjects.decorated import ParallelConfig, subject
+from conformance.subjects.own_loop import LoopConfig, own_loop
 from conformance.subjects.protocol import Run, StepObserver, Subject
 from conformance.subjects.shims import use_shims
 
-__all__ = ["ParallelConfig", "Run", "StepObserver", "Subject", "subject", "use_shims"]
+__all__ = [
+    "LoopConfig",
+    "ParallelConfig",
+    "Run",
+    "StepObserver",
+    "Subject",
+    "own_loop",
+    "subject",
+    "use_shims",
+]

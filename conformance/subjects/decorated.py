@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
-from conformance.importing import load_file
+from conformance.importing import companion_of, load_file
 from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
@@ -219,13 +219,7 @@ def subject(
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
-    for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
-        unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
-        if unknown:
-            raise SubjectMistake(f"{name}={value!r}: give a list of {', '.join(map(repr, allowed))}")
-    for name, function in (("model", model), ("loss", loss), ("batch", batch), ("count", count)):
-        if not callable(function):
-            raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
+    require_declarable(meshes=meshes, precisions=precisions, model=model, loss=loss, batch=batch, count=count)
     if (save is None) != (load is None):
         raise SubjectMistake("save= without load=, or load= without save=: give both, or neither")
     if reduction not in ("mean", "sum"):
@@ -252,6 +246,19 @@ def subject(
         )
 
     return declare
+
+
+def require_declarable(
+    *, meshes: Sequence[MeshName], precisions: Sequence[Precision], **functions: Callable[..., object]
+) -> None:
+    """Raise SubjectMistake for meshes or precisions that the suite does not know, and for what is no function."""
+    for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
+        unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
+        if unknown:
+            raise SubjectMistake(f"{name}={value!r}: give a list of {', '.join(map(repr, allowed))}")
+    for name, function in functions.items():
+        if not callable(function):
+            raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
 
 
 def _require_signature(function: Callable[..., Any]) -> None:
@@ -300,19 +307,34 @@ def load_subject(name: str) -> Subject:
     module = _file(Path(origin)) if origin.endswith(".py") else _module(origin, name)
     found = getattr(module, attribute, None)
     if found is None:
-        subjects = [key for key, value in vars(module).items() if isinstance(value, FunctionSubject)]
+        subjects = [key for key, value in vars(module).items() if _is_subject(value)]
         known = f"; subjects there: {', '.join(subjects)}" if subjects else ""
         raise SubjectMistake(f"{origin} has no `{attribute}`{known}")
-    if isinstance(found, type):
+    if isinstance(found, type) and _lacks(found) != list(_NEEDED):
         found = found()
-    missing = [needed for needed in _NEEDED if not callable(getattr(found, needed, None))]
-    if missing:
-        raise SubjectMistake(
-            f"{name} is no subject: decorate parallelize(model, mesh, config) with conformance.subjects.subject(...), "
-            f"or write a class that has {', '.join(missing)}"
-        )
-    subject: Subject = found
-    return subject
+    missing = _lacks(found)
+    if not missing:
+        subject: Subject = found
+        return subject
+    companion = companion_of(Path(origin))
+    if origin.endswith(".py") and companion.is_file():
+        return load_subject(f"{companion}:train")
+    if len(missing) < len(_NEEDED):
+        raise SubjectMistake(f"{name} is no subject: it lacks {', '.join(missing)}")
+    loop = f", which conformance judge --init --loop {name} writes" if origin.endswith(".py") else ""
+    raise SubjectMistake(
+        f"{name} is no subject: decorate parallelize(model, mesh, config) with conformance.subjects.subject(...), or "
+        f"declare how your own loop trains with conformance.subjects.own_loop(...){loop}"
+    )
+
+
+def _is_subject(found: object) -> bool:
+    return not isinstance(found, type) and not _lacks(found)
+
+
+def _lacks(found: object) -> list[str]:
+    """Return the methods of a subject that an object lacks, or a class."""
+    return [needed for needed in _NEEDED if not callable(getattr(found, needed, None))]
 
 
 def _module(origin: str, name: str) -> ModuleType:

@@ -101,7 +101,9 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     fingerprints: dict[str, str]
     layouts: dict[str, str]
     losses: list[float]
+    """Loss of each step as the trainer logs it; empty if its own loop tells none."""
     grad_norms: list[float]
+    """Norm of each step's gradients before clipping; empty if neither the trainer's loop nor torch's clipping tells."""
     untied: list[str]
     """Names of parameters that are others in the model of one process, which ties them."""
     held: list[str]
@@ -130,6 +132,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Bytes of the micro-batches of the step that has most."""
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
+    is_own_model: bool = False
+    """True if the trainer's loop makes its model in a way of its own, with a seed that nobody knows."""
 
     @property
     def is_own_loop(self) -> bool:
@@ -233,3 +237,7 @@ class Description(msgspec.Struct, frozen=True):
     """Version by package."""
     shims: list[str]
     """Private names that were touched to make the subject run here."""
+    needs_fresh_processes: bool = False
+    """True if no process may serve two runs of the subject."""
+    accumulates_evenly: bool = False
+    """True if all steps of a run must have the same number of micro-batches."""

@@ -117,6 +117,9 @@ class SubjectRecorder:
         self._calls: Counter[str] = Counter()
         self._step_calls: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._first_backward: dict[int, int] = {}
+        self._clipped = 0
+        self._logged_norms: list[float] = []
+        self._before_clip = 0
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -139,6 +142,7 @@ class SubjectRecorder:
 
     def replace(self, run: Built) -> None:
         """Go on with another run, which loads the state of the first one; `built` is called next."""
+        self._logged_norms += getattr(self._run, "norms", [])
         self._run = run
 
     @torch.no_grad()
@@ -253,12 +257,20 @@ class SubjectRecorder:
         with self._unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
+        self._before_clip = self._collectives.count()
 
-    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
-        """Keep the clipped gradients and their norm."""
+    def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
+        """Keep the clipped gradients and their norm.
+
+        If nobody told that clipping began, it was when gradients were reduced.
+        """
+        self._clipped += 1
+        if self._phase != "clip":
+            self._collectives.rename_phase("clip", since=self._before_clip)
         with self._unseen(), torch.no_grad():
-            self._norms.append(scalar(torch.as_tensor(norm)))
-            self._capture.clipped(model, norm=norm, step=step)
+            known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
+            self._norms += [] if norm is None else [scalar(known)]
+            self._capture.clipped(model, norm=known, step=step)
             layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
         self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
 
@@ -266,16 +278,17 @@ class SubjectRecorder:
     def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
         """Keep the final state, and write all tensors; returns the facts of this rank.
 
-        Raises SubjectMistake if a step, or that the model was built, was not told.
+        A trainer's own loop may tell no losses, and norms for some steps alone, which are left out then. Raises
+        SubjectMistake if a step, or that the model was built, was not told.
         """
         if not self._is_begun:
             raise SubjectMistake("train() did not call observer.built()")
-        if len(self._norms) != len(losses):
-            raise SubjectMistake(f"{len(losses)} steps were taken, and {len(self._norms)} were told to the observer")
-        if len(self._first_backward) != len(losses):
+        if losses and self._clipped != len(losses):
+            raise SubjectMistake(f"{len(losses)} steps were taken, and {self._clipped} were told to the observer")
+        if len(self._first_backward) != self._clipped:
             told = f"the backward passes of {len(self._first_backward)} were told"
             raise SubjectMistake(
-                f"{len(losses)} steps were taken, and {told}: call observer.phase('backward', step=...)"
+                f"{self._clipped} steps were taken, and {told}: call observer.phase('backward', step=...)"
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
@@ -289,7 +302,7 @@ class SubjectRecorder:
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             losses=list(losses),
-            grad_norms=self._norms,
+            grad_norms=self._norms_of_steps(),
             untied=sorted(self._parameters.keys() - self._names),
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
@@ -303,6 +316,7 @@ class SubjectRecorder:
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
             by_suite=run.by_suite if isinstance(run, Loop) else [],
+            is_own_model=getattr(run, "makes_own_model", False),
         )
 
     def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:
@@ -317,6 +331,11 @@ class SubjectRecorder:
             fsdp_ranks=[ranks for ranks in layout.shard_ranks if ranks not in shards],
             fsdp_replica_ranks=[ranks for ranks in layout.replica_ranks if ranks not in replicas],
         )
+
+    def _norms_of_steps(self) -> list[float]:
+        """Return the norms that the trainer logs, or by which torch clipped; none if some step's is not known."""
+        logged = self._logged_norms + getattr(self._run, "norms", [])
+        return next((norms for norms in (logged, self._norms) if len(norms) == self._clipped), [])
 
     def _named(self, name: str) -> str:
         return reference_name(name, self._known)

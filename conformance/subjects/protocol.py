@@ -35,8 +35,11 @@ class StepObserver(Protocol):
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Tell that all gradients of the step are reduced, and not clipped yet."""
 
-    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
-        """Tell that the optimizer is about to step; `norm`, a scalar, was the gradients' norm before clipping."""
+    def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
+        """Tell that the optimizer is about to step; `norm`, a scalar, was the gradients' norm before clipping.
+
+        None if the trainer does not tell the norm, which is not judged then.
+        """
 
 
 class Built(Protocol):

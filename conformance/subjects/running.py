@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,10 +68,14 @@ class SubjectRuns:
         directory = self._alone("describe", Cell(), {"subject": self.subject})
         return _first_result(directory, Description)
 
+    @cached_property
+    def _described(self) -> Description:
+        return self.description()
+
     def reference(self, cell: Cell) -> Reference:
         """Return the reference with which a cell is compared, which ranks without a defect have made."""
         base = reference_cell(cell)
-        job = ReferenceJob(subject=self.subject, workload=subject_cell(cell).workload, directory="")
+        job = ReferenceJob(subject=self.subject, workload=self._options(cell).workload, directory="")
         directory = self._alone("train_reference", base, _payload(job))
         return _reference(directory)
 
@@ -135,7 +140,10 @@ class SubjectRuns:
         return record.failure if record else None
 
     def _options(self, cell: Cell) -> SubjectCell:
-        return subject_cell(cell, device="sim" if self._is_simulated else "cpu")
+        options = subject_cell(cell, device="sim" if self._is_simulated else "cpu")
+        if not self._described.accumulates_evenly:
+            return options
+        return msgspec.structs.replace(options, accumulation=(cell.accumulation,) * cell.steps)
 
     def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
         header = self._header(function, cell, defect=defect, alone=True)
@@ -158,10 +166,8 @@ class SubjectRuns:
 
         def execute(directory: Path) -> RecordFile:
             task = Task(header.experiment.partition(" ")[0], {**payload, "directory": str(directory)}, kind=kind)
-            environment = {**self.store.hardware.environment(header.substrate), **_UNDER_TORCHRUN}
-            left_s = self.store.left_s(self.clock)
             try:
-                results = self.store.pools.run(task, world_size=world_size, deadline_s=left_s, env=environment)
+                results = self._results(task, header, world_size=world_size)
             except RunFailed as failed:
                 failure = _failure(failed, remedy=_NAMED_DEVICE_REMEDY if self._is_simulated else "")
                 if failure.kind == "timeout" and header.defect is None:
@@ -173,6 +179,36 @@ class SubjectRuns:
             return RecordFile(header=header)
 
         return self.store.run(header, execute, self.clock)
+
+    def _results(self, task: Task, header: Header, *, world_size: int) -> list[Any]:
+        """Return the results of a task's ranks; a trainer that raises in used processes is tried in fresh ones."""
+        environment = {**self.store.hardware.environment(header.substrate), **_UNDER_TORCHRUN}
+
+        def run(task: Task) -> list[Any]:
+            left_s = self.store.left_s(self.clock)
+            return self.store.pools.run(task, world_size=world_size, deadline_s=left_s, env=environment)
+
+        if header.alone:
+            return run(task)
+        fresh = msgspec.structs.replace(task, kind=f"{task.kind} {self.store.directory_of(header).name}")
+        if self._described.needs_fresh_processes or self.fresh_processes.is_needed:
+            return run(fresh)
+        try:
+            results = run(task)
+        except RunFailed as failed:
+            is_mistake = failed.kind != "raised" or _first(failed).exception_type == _MISTAKE
+            if is_mistake or header.defect is not None or not self.fresh_processes.may_help:
+                raise
+            self.fresh_processes.tried(header.cell.id)
+            results = run(fresh)
+            self.fresh_processes.helped(header.cell.id)
+        self.fresh_processes.served()
+        return results
+
+    @property
+    def fresh_processes(self) -> "FreshProcesses":
+        """Notes of the session about processes that serve one run alone."""
+        return FreshProcesses(self.store.directory / f"processes-{self.store.session}")
 
     @property
     def _hung(self) -> Path:
@@ -190,6 +226,52 @@ class SubjectRuns:
         precision = cell.precision if confuses_embeddings(self.store.torch_version) else ""
         defect = "" if self.store.shares_ranks else self.store.defect
         return " ".join(filter(None, (self.subject, cell.mesh, precision, defect)))
+
+
+@dataclass(frozen=True)
+class FreshProcesses:
+    """Notes of a session, which its workers share, about whether a trainer needs processes that nothing has used.
+
+    A trainer that leaves globals behind, such as process groups, passes its first run in a process and raises in the
+    next one. It is tried once more in fresh processes, and if that helps all its later runs get such.
+    """
+
+    directory: Path
+
+    @property
+    def is_needed(self) -> bool:
+        """True if a run has raised in used processes, and not in fresh ones."""
+        return self._file("helped").exists()
+
+    @property
+    def may_help(self) -> bool:
+        """True if processes have served a run before, and fresh ones were not tried in vain."""
+        return self._file("served").exists() and not self._file("tried").exists()
+
+    @property
+    def cell(self) -> str:
+        """Id of the cell that raised in used processes alone; empty if there is none."""
+        return self._file("helped").read_text() if self.is_needed else ""
+
+    def served(self) -> None:
+        """Note that processes have served a run."""
+        self._note("served", "")
+
+    def tried(self, cell: str) -> None:
+        """Note that a cell is tried in fresh processes."""
+        self._note("tried", cell)
+
+    def helped(self, cell: str) -> None:
+        """Note that a cell has passed in fresh processes."""
+        self._note("helped", cell)
+
+    def _note(self, name: str, text: str) -> None:
+        if not self._file(name).exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file(name).write_text(text)
+
+    def _file(self, name: str) -> Path:
+        return self.directory / name
 
 
 @lru_cache(maxsize=4)

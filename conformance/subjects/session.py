@@ -14,7 +14,8 @@ from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
 from conformance.run.store import RecordStore
 from conformance.subjects.evidence import reductions
-from conformance.subjects.running import SubjectRuns
+from conformance.subjects.facts import Description
+from conformance.subjects.running import FreshProcesses, SubjectRuns
 from reference_trainer.checks import UsageError
 
 
@@ -42,7 +43,14 @@ def trainer_facts(
         policies=list(_policies(store, results)),
         faults=list(faults_seen(store, results, trainer, machine=machine)) if with_faults else [],
         notes=runs.reference(TRAINER_CELLS[0]).facts.notes,
+        fresh_processes=_why_fresh(description, runs.fresh_processes),
     )
+
+
+def _why_fresh(description: Description, noted: FreshProcesses) -> str:
+    if description.needs_fresh_processes:
+        return "the trainer declares it"
+    return f"{noted.cell} raised in processes that had served another run, and not in fresh ones" if noted.cell else ""
 
 
 def _policies(store: RecordStore, results: Sequence[CaseResult]) -> Iterator[RunPolicy]:

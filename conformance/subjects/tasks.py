@@ -58,7 +58,13 @@ WEIGHTS_FILE = "weights.safetensors"
 def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that `payload["subject"]` names."""
     subject = _loaded(context, payload["subject"])
-    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=[*subject.shims, *used_shims()]))
+    description = Description(
+        versions=dict(subject.versions()),
+        shims=[*subject.shims, *used_shims()],
+        needs_fresh_processes=getattr(subject, "processes", "shared") == "fresh",
+        accumulates_evenly=getattr(subject, "accumulation", "any") == "even",
+    )
+    return msgspec.to_builtins(description)
 
 
 def unsupported(context: RankContext, payload: dict[str, Any]) -> str | None:
@@ -78,7 +84,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     device = device_of(context)
     subject = load_subject(job.subject)
     exact, why_not_fp64 = _most_accurate(subject, job.workload)
-    max_norm = reference.half_of(exact.norms[0])
+    max_norm = _limit(subject, exact)
     orders = range(reference.ORDERS)
     runs = [train(subject, job.workload, dtype=torch.float32, order=order, max_norm=max_norm) for order in orders]
     steps = range(len(job.workload.accumulation))
@@ -296,11 +302,26 @@ def load_weights(model: nn.Module, file: Path, aliases: Mapping[str, str]) -> No
 def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, str]:
     """Return the run in fp64, or in fp32 for a model that cannot compute in fp64, with the reason."""
     reference.initial_model(subject, tied=workload.tied)  # what is wrong with it is no matter of fp64
+    own_limit: float | None = getattr(subject, "max_norm", None)
     try:
-        return train(subject, workload, dtype=torch.float64, order=0, max_norm=None), ""
+        return train(subject, workload, dtype=torch.float64, order=0, max_norm=own_limit), ""
     except reference.REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return train(subject, workload, dtype=torch.float32, order=0, max_norm=None), reason
+    return train(subject, workload, dtype=torch.float32, order=0, max_norm=own_limit), reason
+
+
+def _limit(subject: Subject, exact: Trajectory) -> float:
+    """Return the limit of clipping: the subject's own, or one that clips.
+
+    Raises SubjectMistake for an own one that leaves gradients alone, since wrong clipping would pass.
+    """
+    own: float | None = getattr(subject, "max_norm", None)
+    if own is not None and exact.norms[0] <= own < float("inf"):
+        raise SubjectMistake(
+            f"max_norm={own:g} clips nothing, the norm at the first step is {exact.norms[0]:.3g}: hand config.max_norm "
+            "to the loop, and declare none"
+        )
+    return reference.half_of(exact.norms[0]) if own is None else own
 
 
 def _trains_in_bf16(subject: Subject) -> bool:

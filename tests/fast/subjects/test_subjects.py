@@ -15,7 +15,7 @@ from conformance.report.trainer import FaultSeen, Ingredient, RunPolicy, Trainer
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.subjects import keeping
-from conformance.subjects.facts import OwnErrors, ReferenceFacts, TrainJob
+from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.measuring import uninitialised_is_nan
 from conformance.subjects.running import SubjectRuns
 from tests.support.no_pools import NoPools
@@ -50,7 +50,8 @@ class Ranks(NoPools):
     """Pools whose reference has a norm, and which keep the tasks of ranks."""
 
     def __init__(self, norm: float) -> None:
-        self._results = {"unsupported": None, "train_reference": reference_of(norm)}
+        description = Description(versions={}, shims=[])
+        self._results = {"unsupported": None, "train_reference": reference_of(norm), "describe": description}
         self.tasks: list[Task] = []
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:

@@ -1,0 +1,118 @@
+"""Data of an owner's loop: the suite's micro-batches, step by step or in place of what the loop's own loader yields."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from conformance.subjects.protocol import Batch, SubjectMistake
+
+_MOST_EPOCHS = 1000
+"""Number of epochs after which a loop that never ends is left; all but the first are empty."""
+
+
+class RunIsOver(BaseException):
+    """Exception that leaves an owner's loop which asks for more data than the steps of a run have."""
+
+
+class Feed:
+    """Micro-batches of the steps of one rank's run, in the order in which its loop takes them."""
+
+    def __init__(self, steps: Sequence[Sequence[Batch]]) -> None:
+        self._steps = steps
+        self._next = self._one_by_one()
+        self.is_one_by_one = False
+        """True if the loop takes single micro-batches, and decides itself after how many of them it steps."""
+        self._is_by_step = False
+        self._epochs = 0
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """Yield the list of micro-batches of each step."""
+        self._is_by_step = True
+        for micro_batches in self._steps:
+            yield list(micro_batches)
+
+    def joined(self) -> Iterator[Batch]:
+        """Yield the micro-batches of each step as one batch, for a loop that splits it itself."""
+        self._is_by_step = True
+        for micro_batches in self._steps:
+            yield joined(micro_batches)
+
+    def loader(self) -> "Loader":
+        """Return all micro-batches as a loader; it yields each once, and nothing afterwards."""
+        self.is_one_by_one = True
+        return Loader(self)
+
+    def next_batch(self) -> Batch:
+        """Return the next micro-batch. Raises RunIsOver after the last one, which ends the run in good order."""
+        self.is_one_by_one = True
+        for batch in self._next:
+            return batch
+        raise RunIsOver
+
+    def __len__(self) -> int:
+        return sum(map(len, self._steps))
+
+    def epoch(self) -> Iterator[Batch]:
+        """Yield all micro-batches that are left; raises RunIsOver for a loop that asks again and again."""
+        self._epochs += 1
+        if self._epochs > _MOST_EPOCHS:
+            raise RunIsOver
+        yield from self._next
+
+    def _one_by_one(self) -> Iterator[Batch]:
+        for micro_batches in self._steps:
+            yield from micro_batches
+
+    @contextmanager
+    def in_place_of_loaders(self) -> Iterator[None]:
+        """Open a context in which each `DataLoader` yields these micro-batches, unless the loop asks for steps."""
+        own_iter, own_len = DataLoader.__iter__, DataLoader.__len__
+        feed = self
+
+        def iterate(loader: DataLoader[Any]) -> Any:
+            return own_iter(loader) if feed._is_by_step else iter(feed.loader())
+
+        def count(loader: DataLoader[Any]) -> int:
+            return own_len(loader) if feed._is_by_step else len(feed)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(DataLoader, "__iter__", iterate))
+            stack.enter_context(patch.object(DataLoader, "__len__", count))
+            yield
+
+
+class Loader:
+    """Micro-batches of a run as an owner's loop reads a `DataLoader`: by iteration, and with a length."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def __len__(self) -> int:
+        return len(self._feed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._feed.epoch()
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return batches of the same structure as one, joined along dimension 0; other values are those of the first.
+
+    Raises SubjectMistake for tensors that do not fit.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        try:
+            return torch.cat(list(batches))
+        except RuntimeError as error:
+            raise SubjectMistake(f"batches of a step cannot be joined: {error}; take config.steps") from None
+    if isinstance(first, Mapping):
+        return {key: joined([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
+        join: Callable[..., Batch] = joined
+        return type(first)(join(values) for values in zip(*batches, strict=True))
+    return first

@@ -1,0 +1,414 @@
+"""Subjects made of an owner's own loop: a function of a `LoopConfig` that trains as the owner does.
+
+The suite finds the model, the optimizer and the moments of each step by itself, see `moments`.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from conformance.subjects.cells import MeshName, Precision, SubjectCell
+from conformance.subjects.data import default_count
+from conformance.subjects.decorated import ParallelConfig, configured, require_declarable, sgd
+from conformance.subjects.expectation import SAVED_AFTER
+from conformance.subjects.feeding import Feed, Loader, RunIsOver
+from conformance.subjects.finding import ModelSearch, require_same_optimizer
+from conformance.subjects.loop import scalar
+from conformance.subjects.moments import Count, Moments
+from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
+from conformance.subjects.reference import SEED, aliases
+
+Accumulation = Literal["any", "even", "none"]
+"""Micro-batches that a loop can accumulate: other numbers in each step, the same in all steps, or one alone."""
+Processes = Literal["shared", "fresh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(ParallelConfig):
+    """Configuration in which an owner's loop is asked to train."""
+
+    max_norm: float
+    """Limit to which gradients must be clipped."""
+    accumulation: int
+    """Most micro-batches of a step on each rank."""
+    device: torch.device
+    """Device on which this rank computes."""
+    shape: Mapping[str, int]
+    """Ranks by dimension of the mesh, the outermost first: `dp_replicate`, `dp_shard` and `tp`, of those there are."""
+    data_rank: int
+    """Index of this rank among those that get different data: ranks are numbered with `tp` as the innermost."""
+    load_from: Path | None = None
+    """Directory from which the loop must resume, or None."""
+    save_to: Path | None = None
+    """Directory in which the loop must save model and optimizer when it has taken all steps, or None."""
+    _feed: Feed
+    _make_model: Callable[[], nn.Module]
+    _make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+
+    def model(self) -> nn.Module:
+        """Return the model of `model=`, with the initial weights of one process, or on the meta device.
+
+        A loop that makes its model in another way is judged, too, but for its initial weights.
+        """
+        torch.manual_seed(SEED)
+        with torch.device("meta" if self.on_meta else self.device):
+            return self._make_model()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of `optimizer=`."""
+        return self._make_optimizer(parameters)
+
+    def device_mesh(self, **names: str) -> DeviceMesh:
+        """Return a mesh of all ranks; `names` are names for its dimensions, by the suite's."""
+        named = tuple(names.get(name, name) for name in self.shape)
+        return init_device_mesh(self.device.type, tuple(self.shape.values()), mesh_dim_names=named)
+
+    @property
+    def steps(self) -> Iterator[list[Batch]]:
+        """Micro-batches of each step on this rank, on the host."""
+        return self._feed.steps()
+
+    @property
+    def joined_steps(self) -> Iterator[Batch]:
+        """Micro-batches of each step as one batch, for a trainer that splits it itself."""
+        return self._feed.joined()
+
+    @property
+    def loader(self) -> Loader:
+        """All micro-batches, to be read once like a `DataLoader`, for a loop that groups them itself."""
+        return self._feed.loader()
+
+    def next_batch(self, *_unused: Any) -> Batch:
+        """Return the next micro-batch, for a loop that asks a function of its own; ends the run after the last one."""
+        return self._feed.next_batch()
+
+
+@dataclass(frozen=True)
+class LoopSubject:
+    """Subject whose loop is the owner's, see `protocol.Subject`."""
+
+    function: Callable[[LoopConfig], Any]
+    make_model: Callable[[], nn.Module]
+    make_tied_model: Callable[[], nn.Module] | None
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batch: Callable[[torch.Generator], Batch]
+    count: Callable[[Batch], int]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    scheduler: Callable[[Optimizer], Any] | None
+    max_norm: float | None
+    meshes: Sequence[MeshName]
+    precisions: Sequence[Precision]
+    meta: bool
+    offloads: bool
+    resumes: bool
+    accumulation: Accumulation
+    processes: Processes
+    packages: Sequence[str]
+    shims: Sequence[str] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """Name of the function, with its module."""
+        return f"{self.function.__module__}:{self.function.__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, as if it were not decorated."""
+        return self.function(*args, **kwargs)
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of torch and of the packages that the declaration names."""
+        return {"torch": str(torch.__version__), **{package: version(package) for package in self.packages}}
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return the declaration that a cell needs and the decorator lacks, or None."""
+        if cell.mesh not in self.meshes:
+            return f"this subject does not declare meshes=[..., {cell.mesh!r}]"
+        if cell.precision not in self.precisions:
+            return f"this subject does not declare precisions=[..., {cell.precision!r}]"
+        if cell.init == "meta" and not self.meta:
+            return "this subject does not declare meta=True"
+        if cell.tied and self.make_tied_model is None:
+            return "this subject does not declare tied_model=, a function that makes the model with tied weights"
+        if cell.offload and not self.offloads:
+            return "this subject does not declare offload=True"
+        if cell.resumed and not self.resumes:
+            return "this subject does not declare resumes=True"
+        if max(cell.accumulation) > 1 and self.accumulation == "none":
+            return "this subject declares accumulation='none'"
+        return None
+
+    def model(self, *, tied: bool) -> nn.Module:
+        """Return the owner's model."""
+        return self.make_tied_model() if tied and self.make_tied_model else self.make_model()
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of the reference, whose schedule goes on with each step."""
+        optimizer = self.optimizer(parameters)
+        if self.scheduler is not None:
+            schedule = self.scheduler(optimizer)
+            optimizer.register_step_post_hook(lambda *_unused: schedule.step())
+        return optimizer
+
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> "OwnLoopRun":
+        """Prepare the run; the loop itself makes model and optimizer when it trains."""
+        return OwnLoopRun(self, cell, device, max_norm)
+
+
+class OwnLoopRun:
+    """One rank that trains by the owner's loop: a `SelfShardingRun` that is `Resumable`."""
+
+    shards_in_train = True
+
+    def __init__(self, subject: LoopSubject, cell: SubjectCell, device: torch.device, max_norm: float) -> None:
+        self.data_rank = dist.get_rank() // cell.shape.get("tp", 1)
+        self.model: nn.Module = nn.Module()
+        self.optimizer: Optimizer = sgd([nn.Parameter(torch.zeros(1))])  # both until the loop has made its own
+        self.norms: list[float] = []
+        """Norm of each step's gradients as the loop tells it; empty if it tells none."""
+        self.makes_own_model = True
+        """False if the loop has asked for the model of `model=`, whose initial weights are known."""
+        self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
+        self._names = _names_of(subject, cell)
+        self._load_from: Path | None = None
+        self._own = tempfile.TemporaryDirectory()
+        self._saved = Path(self._own.name)
+        self._observer: StepObserver | None = None
+
+    def save(self, directory: Path) -> None:
+        """Take the files that the loop has saved; raises SubjectMistake if there are none."""
+        if dist.get_rank() == 0:
+            if not any(self._saved.iterdir()):
+                raise SubjectMistake(
+                    "the loop left nothing in config.save_to: save model and optimizer there at its end"
+                )
+            shutil.copytree(self._saved, directory, dirs_exist_ok=True)
+
+    def load(self, directory: Path) -> None:
+        """Let the loop resume from a directory."""
+        self._load_from = directory
+
+    def found(self) -> None:
+        """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
+        assert self._observer is not None, "the loop does not run"
+        require_same_optimizer(self.optimizer, self._subject.make_optimizer([nn.Parameter(torch.zeros(1))]))
+        self._observer.built()
+
+    def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
+        """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
+        self._observer = observer
+        feed = Feed(steps)
+        moments = Moments(
+            self,
+            observer,
+            ModelSearch(*self._names),
+            first=SAVED_AFTER if self._load_from else 0,
+            accumulation=[len(micro_batches) for micro_batches in steps],
+            max_norm=self._max_norm,
+            ended=partial(_require_grouping, feed),
+        )
+        told: list[Any] = []
+        with ExitStack() as stack:
+            config = self._config(feed)
+            stack.enter_context(_left_without_data())
+            stack.enter_context(patch.object(sys, "argv", sys.argv[:1]))  # the loop's arguments are not the suite's
+            stack.enter_context(feed.in_place_of_loaders())
+            stack.enter_context(moments.watched())
+            _collect(self._subject.function(config), told)
+        moments.require_all_steps()
+        return self._losses(told, len(steps))
+
+    def _save_to(self) -> Path | None:
+        """Return a directory that all ranks share for a run that is to be saved, or None."""
+        if not self._cell.resumed or self._load_from is not None:
+            return None
+        shared = [self._own.name]
+        dist.broadcast_object_list(shared)
+        self._saved = Path(shared[0])
+        return self._saved
+
+    def _config(self, feed: Feed) -> LoopConfig:
+        return LoopConfig(
+            **asdict(configured(self._cell)),
+            max_norm=self._max_norm,
+            accumulation=max(self._cell.accumulation),
+            device=self._device,
+            shape=self._cell.shape,
+            data_rank=self.data_rank,
+            load_from=self._load_from,
+            save_to=self._save_to(),
+            _feed=feed,
+            _make_model=self._make_model,
+            _make_optimizer=self._subject.optimizer,
+        )
+
+    def _make_model(self) -> nn.Module:
+        self.makes_own_model = False
+        return self._subject.model(tied=self._cell.tied)
+
+    def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
+        """Return the losses among what the loop has told, and keep the norms."""
+        pairs = [_loss_and_norm(entry) for entry in told]
+        losses = [loss for loss, _ in pairs if loss is not None]
+        norms = [norm for _, norm in pairs if norm is not None]
+        for name, numbers in (("losses", losses), ("norms", norms)):
+            if numbers and len(numbers) != steps:
+                raise SubjectMistake(
+                    f"the loop tells {len(numbers)} {name} in {steps} steps: one for each step, or none"
+                )
+        self.norms += norms
+        return losses
+
+
+def own_loop(
+    *,
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    batch: Callable[[torch.Generator], Batch],
+    count: Callable[[Batch], int] = default_count,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
+    scheduler: Callable[[Optimizer], Any] | None = None,
+    max_norm: float | None = None,
+    meshes: Sequence[MeshName] = ("dp2",),
+    precisions: Sequence[Precision] = ("fp32",),
+    tied_model: Callable[[], nn.Module] | None = None,
+    meta: bool = False,
+    offload: bool = False,
+    resumes: bool = False,
+    accumulation: Accumulation = "any",
+    processes: Processes = "shared",
+    packages: Sequence[str] = (),
+    shims: Sequence[str] = (),
+) -> Callable[[Callable[[LoopConfig], Any]], LoopSubject]:
+    """Make a subject of `train(config)`, which trains by the owner's own code, for `conformance judge MODULE:train`.
+
+    The function makes model and optimizer, and trains on the micro-batches of `config` (`LoopConfig`): of
+    `config.steps`, or those that its own `DataLoader` yields, in place of whose data the suite puts its own. It yields,
+    or returns a list of, what it logs in each step: a loss, `(loss, norm)`, or a mapping with `loss` and `grad_norm`;
+    if it tells none, losses are not judged. It calls nothing of the suite. All ranks have a default process group:
+    `init_process_group` does nothing there.
+
+    Args:
+        model: makes the model that one process trains, in fp32 and without dropout; a class will do.
+        loss: function of model and batch that returns the sum of the losses of samples or tokens, a scalar: what one
+            process minimises is this sum over all ranks, divided by `count`.
+        batch: function of a `torch.Generator` that returns a micro-batch as the loop gets it: a tensor, or a dict, list
+            or tuple of tensors, whose dimension 0 is the samples.
+        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
+        optimizer: makes the optimizer that the loop makes, for the reference.
+        scheduler: makes the schedule of learning rates that the loop steps once in each step, of the optimizer.
+        max_norm: limit to which the loop clips gradients; by default it must take `config.max_norm`. `math.inf` if it
+            clips none.
+        meshes: those that the loop can have, of `dp2`, `hsdp2x2` and `dp2-tp2`.
+        precisions: those that the loop can have, of `fp32` and `bf16`.
+        tied_model: makes the model with its embedding and its head as one parameter; `config.model()` returns it.
+        meta: True if the loop shards a model on the meta device, as `config.model()` returns it, and initialises it.
+        offload: True if the loop gives `config.offload_policy` to `fully_shard`.
+        resumes: True if the loop loads from `config.load_from`, and saves to `config.save_to` at its end.
+        accumulation: micro-batches that the loop can accumulate in a step: `any` number, an `even` one, that is, the
+            same `config.accumulation` in all steps, or `none`.
+        processes: `fresh` if the trainer leaves something in a process that another run cannot have.
+        packages: names of installed packages whose versions the report shows.
+        shims: private names that were touched to make the trainer run here.
+
+    Raises SubjectMistake, a UsageError, for arguments that cannot be used.
+    """
+    require_declarable(meshes=meshes, precisions=precisions, model=model, loss=loss, batch=batch, count=count)
+    for name, value, allowed in (
+        ("accumulation", accumulation, get_args(Accumulation)),
+        ("processes", processes, get_args(Processes)),
+    ):
+        if value not in allowed:
+            raise SubjectMistake(f"{name}={value!r}: give {' or '.join(map(repr, allowed))}")
+
+    def declare(function: Callable[[LoopConfig], Any]) -> LoopSubject:
+        return LoopSubject(
+            function=function,
+            make_model=model,
+            make_tied_model=tied_model,
+            loss=loss,
+            batch=batch,
+            count=count,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_norm=max_norm,
+            meshes=tuple(meshes),
+            precisions=tuple(precisions),
+            meta=meta,
+            offloads=offload,
+            resumes=resumes,
+            accumulation=accumulation,
+            processes=processes,
+            packages=tuple(packages),
+            shims=tuple(shims),
+        )
+
+    return declare
+
+
+def _names_of(subject: LoopSubject, cell: SubjectCell) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters of the model of one process, and the other names of those that are tied."""
+    with torch.random.fork_rng(devices=[]):
+        model = subject.model(tied=cell.tied)
+    return [name for name, _ in model.named_parameters()], [*aliases(model)]
+
+
+@contextmanager
+def _left_without_data() -> Iterator[None]:
+    """Open a context that ends in good order if a loop asks for data when there is no more."""
+    try:
+        with suppress(RunIsOver, StopIteration):
+            yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):  # which Python makes of one that leaves a generator
+            raise
+
+
+def _collect(returned: Any, told: list[Any]) -> None:
+    """Add what a loop tells, by yielding or in a list, also if it is left in between."""
+    if isinstance(returned, Iterator):
+        for entry in returned:
+            told.append(entry)
+    elif isinstance(returned, list | tuple):
+        told += returned
+
+
+def _loss_and_norm(entry: Any) -> tuple[float | None, float | None]:
+    """Return loss and norm of gradients that a loop has told of a step, each None if it is left out."""
+    if isinstance(entry, Mapping):
+        entry = (entry.get("loss"), entry.get("grad_norm"))
+    loss, norm = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+    return _number(loss), _number(norm)
+
+
+def _number(value: Any) -> float | None:
+    if value is None or isinstance(value, float | int):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return scalar(value)
+    raise SubjectMistake(
+        f"the loop tells a {type(value).__name__}: yield the loss of a step, (loss, norm) or "
+        "{'loss': ..., 'grad_norm': ...}, or nothing"
+    )
+
+
+def _require_grouping(feed: Feed, count: Count, expected: int) -> None:
+    """Raise SubjectMistake for a step that a loop with a loader has taken after other micro-batches than expected."""
+    if feed.is_one_by_one and not count.agrees_with(expected):
+        raise SubjectMistake(
+            f"the loop took a step after {count.micro_batches} micro-batches, and this cell has {expected}: let it "
+            "accumulate config.accumulation of them, and declare accumulation='even', or declare accumulation='none'"
+        )

@@ -1,0 +1,303 @@
+"""Own loops of the tests: some that are right, each in its own way, and some that are wrong in one thing each."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from conformance.subjects import LoopConfig, own_loop
+from tests.support import plain_script
+from tests.support.plain_script import Net
+
+Batch = dict[str, Tensor]
+
+
+def batch(generator: torch.Generator) -> Batch:
+    tokens = torch.randint(50, (4, 8), generator=generator)
+    ignored = torch.rand(4, 8, generator=generator) < 0.4
+    return {"tokens": tokens, "labels": tokens.roll(-1, dims=1).masked_fill(ignored, -100)}
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def pair(generator: torch.Generator) -> list[Tensor]:
+    return [torch.randint(50, (4, 8), generator=generator) for _ in range(2)]
+
+
+def loss_of_pair(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="even")
+def script(config: LoopConfig) -> list[float]:
+    return plain_script.main(config.max_norm, config.accumulation)
+
+
+@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw)
+def script_that_steps_elsewhere(config: LoopConfig) -> list[float]:
+    return plain_script.main(config.max_norm, config.accumulation)
+
+
+@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="none")
+def script_with_a_limit_of_its_own(config: LoopConfig) -> list[float]:
+    return plain_script.main()
+
+
+def sharded(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def total(number: float | Tensor) -> Tensor:
+    summed = torch.as_tensor(number, dtype=torch.float32).clone()
+    dist.all_reduce(summed)
+    return summed
+
+
+class Trainer:
+    """Trainer that is right; each method is a place for a mistake."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self.max_norm = config.max_norm
+        self.model: Any = sharded(config.model())
+        self.optimizer: Optimizer = sgd(self.model.parameters())
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
+        count = self.count(micro_batches)
+        logged = torch.zeros(())
+        for index, each in enumerate(micro_batches):
+            self.sync(index == len(micro_batches) - 1)
+            loss_sum = self.loss(each)
+            self.backward(loss_sum * (dist.get_world_size() / count))
+            logged += loss_sum.detach()
+        self.clip()
+        self.update()
+        return total(logged) / count
+
+    def count(self, micro_batches: Sequence[Batch]) -> Tensor:
+        return total(sum(float((each["labels"] != -100).sum()) for each in micro_batches))
+
+    def sync(self, is_last: bool) -> None:
+        self.model.set_requires_gradient_sync(is_last)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return loss(self.model, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self) -> None:
+        clip_grad_norm_(self.model.parameters(), self.max_norm)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.to_local() for p in self.model.parameters() if isinstance(p.grad, DTensor)]
+
+    def scale_down(self, norm: Tensor) -> None:
+        torch._foreach_mul_(self.gradients(), float((self.max_norm / (norm + 1e-6)).clamp(max=1.0)))
+
+
+def loop(trainer: Callable[[LoopConfig], Any], **options: Any) -> Any:
+    @own_loop(**{"model": Net, "batch": batch, "loss": loss, **options})
+    def train(config: LoopConfig) -> Iterator[Any]:
+        made = trainer(config)
+        for micro_batches in config.steps:
+            yield made.train_step(micro_batches)
+
+    return train
+
+
+class OwnClip(Trainer):
+    def clip(self) -> None:
+        squares = torch.stack([gradient.norm() ** 2 for gradient in self.gradients()]).sum()
+        self.scale_down(total(squares).sqrt())
+
+
+class LocalClip(Trainer):
+    def clip(self) -> None:
+        self.scale_down(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
+
+
+class SyncAlways(Trainer):
+    def sync(self, is_last: bool) -> None:
+        pass
+
+
+class SyncNever(Trainer):
+    def sync(self, is_last: bool) -> None:
+        self.model.set_requires_gradient_sync(False)
+
+
+class GradientsKept(Trainer):
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class OwnCount(Trainer):
+    def count(self, micro_batches: Sequence[Batch]) -> Tensor:
+        return torch.tensor(2.0 * sum(float((each["labels"] != -100).sum()) for each in micro_batches))
+
+
+class OptimizerFirst(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        self.max_norm = config.max_norm
+        self.model = config.model()
+        self.optimizer = sgd(self.model.parameters())
+        sharded(self.model)
+
+
+class Scheduled(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.schedule = StepLR(self.optimizer, 1, gamma=0.5)
+
+    def update(self) -> None:
+        super().update()
+        self.schedule.step()
+
+
+class Scaled(Trainer):
+    """Trainer with a loss scale, and without clipping by torch: gradients are those that the scaler leaves."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self.scaler.scale(loss))
+
+    def clip(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        OwnClip.clip(self)  # type: ignore[arg-type]
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class Closure(Trainer):
+    def train_step(self, micro_batches: Sequence[Batch]) -> None:
+        count = self.count(micro_batches)
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            for each in micro_batches:
+                self.backward(self.loss(each) * (dist.get_world_size() / count))
+            self.clip()
+            return count
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+
+
+class Recomputed(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        for block in self.model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class TwoCalls(Trainer):
+    def loss(self, batch: Batch) -> Tensor:
+        halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(2), slice(2, None))]
+        return loss(self.model, halves[0]) + loss(self.model, halves[1])
+
+
+class OneBackward(Trainer):
+    def train_step(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        summed = sum((self.loss(each) for each in micro_batches), torch.zeros(()))
+        count = self.count(micro_batches)
+        self.backward(summed * (dist.get_world_size() / count))
+        norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.update()
+        return total(summed.detach()) / count, norm
+
+
+class DividedAfterwards(Trainer):
+    """Trainer that divides gradients after backward, before torch clips them."""
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> None:
+        for each in micro_batches:
+            self.backward(self.loss(each))
+        torch._foreach_mul_(self.gradients(), float(dist.get_world_size() / self.count(micro_batches)))
+        self.clip()
+        self.update()
+
+
+class StepsInBackward(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        parameter = next(self.model.parameters())
+        parameter.register_post_accumulate_grad_hook(lambda _parameter: self.optimizer.step())
+
+
+class Adversarial(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.other = fully_shard(nn.Linear(50, 1))
+        self.other_optimizer = sgd(self.other.parameters())
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits = self.model(batch["tokens"])
+        return logits.sum() + self.other(logits.detach()).sum()  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        self.other_optimizer.step()
+
+
+class TwoOptimizers(Trainer):
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.others = [sgd(self.model.head.parameters())]
+
+
+class NeverCalled(Trainer):
+    def loss(self, batch: Batch) -> Tensor:
+        return self.model.head.weight.full_tensor().sum()  # type: ignore[no-any-return]
+
+
+class OwnGroups(Trainer):
+    """Trainer that can be made once in a process."""
+
+    is_made = False
+
+    def __init__(self, config: LoopConfig) -> None:
+        if OwnGroups.is_made:
+            raise RuntimeError("parallel state is initialised already")
+        OwnGroups.is_made = True
+        super().__init__(config)
+
+
+right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
+closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
+scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
+scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
+local_clip, sync_never, gradients_kept = loop(LocalClip), loop(SyncNever), loop(GradientsKept)
+own_count, optimizer_first, schedule_forgotten = loop(OwnCount), loop(OptimizerFirst), loop(Scheduled)
+steps_in_backward, adversarial, two_optimizers = loop(StepsInBackward), loop(Adversarial), loop(TwoOptimizers)
+never_called, other_optimizer = loop(NeverCalled), loop(Trainer, optimizer=adamw)
+own_groups, own_groups_declared = loop(OwnGroups), loop(OwnGroups, processes="fresh")
