@@ -94,7 +94,7 @@ class Matrix:
     def trainer_cases(self, trainer: str, *, only: Selection | None = None, is_fast: bool = False) -> tuple[Case, ...]:
         """Return the cases of another trainer: of each of its cells those of all laws that hold there.
 
-        The cells are `TRAINER_CELLS`, or `FAST_CELLS` of a session that is to be fast.
+        The cells are `TRAINER_CELLS`, or `FAST_CELLS` of a fast session.
         """
         cells = [cell for cell in (FAST_CELLS if is_fast else TRAINER_CELLS) if only is None or only(cell)]
         return tuple(case for cell in cells for case in self.cases_on(cell, trainer=trainer))
@@ -238,7 +238,7 @@ _FAST = (
     {"mesh": "dp2-tp2", "accumulation": 2, "batches": "uneven"},
 )
 FAST_CELLS = tuple(cell for cell in TRAINER_CELLS if cell in [Cell(**{"init": "full"} | options) for options in _FAST])
-"""Cells of a session that is to be fast.
+"""Cells of a fast session.
 
 Each of the wrong functions in tests/support/subject_models.py fails on one of them. Accumulated steps, plain ones in
 between, and ranks with unequal numbers of samples are in one cell of each mesh.

@@ -79,8 +79,13 @@ class GuestNode(pytest.Collector):
 
     @cached_property
     def told(self) -> dict[str, list[str]]:
-        """Lines of a cause, by the id of the case that stands for it."""
-        return {cause.first.id: list(cause_lines(cause)) for cause in explain(self.report)} if self.report else {}
+        """Lines about the cause of each failure, by the id of its case: all for the case that stands for the cause."""
+        told: dict[str, list[str]] = {}
+        for cause in explain(self.report) if self.report else ():
+            shown = f"  told with {cause.first.law}[{cause.first.cell}]"
+            told |= {case.id: [shown] for each in cause.with_related for case in each.cases}
+            told[cause.first.id] = list(cause_lines(cause))
+        return told
 
 
 class GuestItem(pytest.Item):
@@ -135,8 +140,9 @@ class GuestItem(pytest.Item):
                 pytest.skip(result.reason)
             case Verdict.WAIVED:
                 pytest.xfail(result.reason)
-        lines = self.parent.told.get(result.id) or [f"{result.verdict}: {result.id}: {result.reason}"]
-        pytest.fail("\n".join([*lines, f"report: {self.parent.guest.report_directory}"]), pytrace=False)
+        reason = result.reason if result.verdict == Verdict.FAIL else f"{result.verdict}: {result.reason}"
+        lines = [reason, *self.parent.told.get(result.id, []), f"report: {self.parent.guest.report_directory}"]
+        pytest.fail("\n".join(lines), pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """Return the trainer's file and the name of the item."""

@@ -1,4 +1,4 @@
-"""Sessions about other trainers in processes of their own, for tests of the trainers' own projects.
+"""Sessions about other trainers in separate processes, for the tests of the projects that have the trainers.
 
 A project's tests may have changed torch, imported a module twice or left a process group: the session sees none of it.
 """
@@ -95,14 +95,14 @@ def failure_lines(report: Report) -> Iterator[str]:
     """Yield the outcome of a session, and for each cause of failures its lines."""
     yield headline(report).line
     for each in explain(report):
+        yield f"{each.first.verdict}: {each.first.id}: {each.short_reason}"
         yield from cause_lines(each)
     if report.trainer and report.trainer.blind_to:
         yield f"no law sees {', '.join(report.trainer.blind_to)}: these verdicts do not count"
 
 
 def cause_lines(cause: Explanation) -> Iterator[str]:
-    """Yield verdict, case and reason of a cause, the law, and details."""
-    yield f"{cause.first.verdict}: {cause.first.id}: {cause.short_reason}"
+    """Yield the law of a cause, and details."""
     yield f"  {cause.first.must}"
     yield from (f"  {line}" for line in cause.details)
 

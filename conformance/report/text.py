@@ -16,7 +16,6 @@ from conformance.plan.matrix import FAST_CELLS, TRAINER_CELLS, TRAINERS
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
-from conformance.report.location import Code
 from conformance.report.schema import CaseResult, Report
 from conformance.report.trainer import trainer_lines
 from conformance.report.wording import counted
@@ -122,7 +121,7 @@ def short_markdown(report: Report) -> str:
             f"`{each.first.law}`",
             f"{counted(each.case_count, 'case')}, `{each.first.cell}`",
             _plain(each.short_reason).replace("|", r"\|"),
-            f"`{code.file}:{code.line}`" if (code := _line(each)) else "",
+            ":".join(_owners_line(each, report).values()),
         ]
         for each in explanations[:MAX_EXPLANATIONS]
     ]
@@ -148,8 +147,7 @@ def annotations(report: Report, *, is_asked: bool = False) -> list[str]:
     """
     if not is_asked and os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    name = report.trainer.name if report.trainer else ""
-    return [_annotation(explanation, name) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
+    return [_annotation(explanation, report) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
 
 
 def _device(report: Report) -> str:
@@ -205,29 +203,35 @@ def _more(explanations: Sequence[Explanation]) -> str:
     return f"and {counted(more, 'more group')} of failures: see report.html" if more else ""
 
 
-def _annotation(explanation: Explanation, trainer: str) -> str:
+def _annotation(explanation: Explanation, report: Report) -> str:
     """Return a command of GitHub's workflows; the title of another trainer is the name of the case in JUnit files."""
     kind = "warning" if explanation.is_drift else "error"
-    first, code = explanation.first, _line(explanation)
-    properties = {"file": _below_here(code.file), "line": str(code.line)} if code else {}
-    properties["title"] = f"{first.law}[{first.cell}] of {trainer}" if trainer else f"{first.verdict}: {first.id}"
-    given = ",".join(
-        f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()
-    )
+    first = explanation.first
+    properties = {**_owners_line(explanation, report), "title": f"{first.verdict}: {first.id}"}
+    if report.trainer:
+        properties["title"] = f"{first.law}[{first.cell}] of {report.trainer.name}"
+    given = [f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()]
     message = _escape("\n".join([explanation.short_reason, *explanation.details]))
-    return f"::{kind} {given}::{message}"
+    return f"::{kind} {','.join(given)}::{message}"
 
 
-def _line(explanation: Explanation) -> Code | None:
-    """Return the line of the product that the first wrong place names, if it is known."""
+def _owners_line(explanation: Explanation, report: Report) -> dict[str, str]:
+    """Return `file` and `line` of the first wrong place in the working directory: GitHub knows no files elsewhere.
+
+    Without such a place they are the file of another trainer alone, or nothing.
+    """
     location = explanation.location
-    return (location.called or location.issued) if location else None
+    for code in (location.called, location.issued) if location else ():
+        if code and (file := _below_here(code.file)):
+            return {"file": file, "line": str(code.line)}
+    file = _below_here(report.trainer.given.partition(":")[0]) if report.trainer else ""
+    return {"file": file} if file else {}
 
 
 def _below_here(file: str) -> str:
-    """Return a path as GitHub knows it: relative to the working directory, if it lies below."""
-    path = Path(file)
-    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else file
+    """Return the path of a file in the working directory, relative to it; empty for any other."""
+    path, here = Path(file).absolute(), Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) and path.is_file() else ""
 
 
 def _escape(text: str) -> str:

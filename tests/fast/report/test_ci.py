@@ -28,15 +28,20 @@ def judged(*, called: Code | None = None, faults: tuple[FaultSeen, ...] = ()) ->
 
 
 def test_an_annotation_stands_at_the_owners_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GitHub knows the files in the working directory alone: without one the trainer's own is named."""
     monkeypatch.chdir(tmp_path)
-    code = Code(file=str(tmp_path / "src" / "a,b:c.py"), line=12, function="step")
-    (line,) = annotations(judged(called=code), is_asked=True)
+    file = tmp_path / "src" / "a,b:c.py"
+    file.parent.mkdir()
+    file.touch()
     title = f"gradients[{CELL}] of my_train%3Aparallelize"
-    assert line.startswith(f"::error file=src/a%2Cb%3Ac.py,line=12,title={title}::100 %25 off, by rank | 1%0A")
-    (elsewhere,) = annotations(judged(called=Code(file="torch/nn/x.py", line=1, function="f")), is_asked=True)
-    assert elsewhere.startswith("::error file=torch/nn/x.py,line=1,title=")
-    (nowhere,) = annotations(judged(), is_asked=True)
-    assert nowhere.startswith(f"::error title={title}::")
+    for name in (str(file), "src/a,b:c.py"):
+        (line,) = annotations(judged(called=Code(file=name, line=12, function="step")), is_asked=True)
+        assert line.startswith(f"::error file=src/a%2Cb%3Ac.py,line=12,title={title}::100 %25 off, by rank | 1%0A")
+    torch = judged(called=Code(file="torch/nn/x.py", line=1, function="f"))
+    assert annotations(torch, is_asked=True)[0].startswith(f"::error title={title}::")
+    (tmp_path / "my_train.py").touch()
+    named = replace(torch, trainer=replace(torch.trainer, given="my_train.py:parallelize"))
+    assert annotations(named, is_asked=True)[0].startswith(f"::error file=my_train.py,title={title}::")
 
 
 def test_annotations_are_for_github_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +51,9 @@ def test_annotations_are_for_github_unless_they_are_asked_for(monkeypatch: pytes
     assert len(annotations(judged())) == 1
 
 
-def test_the_summary_of_a_job_is_a_short_table() -> None:
+def test_the_summary_of_a_job_is_a_short_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_train.py").touch()
     seen = FaultSeen(fault="stale-shard", cell=CELL, laws=["gradients"])
     blind = FaultSeen(fault="local-norm", cell=CELL, laws=[])
     text = short_markdown(judged(called=Code(file="my_train.py", line=12, function="step"), faults=(seen, blind)))
@@ -54,7 +61,7 @@ def test_the_summary_of_a_job_is_a_short_table() -> None:
     (row,) = [line for line in text.splitlines() if line.startswith("| `gradients`")]
     assert f"1 case, `{CELL}`" in row
     assert r"100 % off, by rank \| 1" in row
-    assert row.rstrip(" |").endswith("`my_train.py:12`")
+    assert row.rstrip(" |").endswith("my_train.py:12")
     assert f"faults seen: 1 of 2 on {CELL}" in text
     assert "|" not in short_markdown(replace(judged(), cases=[case(f"loss/{TRAINER}/{CELL}")]))
 
