@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cli.judge import TEMPLATE
 from conformance.project import PROJECT
+from conformance.run.kinds import DEFAULT_KIND, example
 
 CONFTEST = """
 import pytest, torch
@@ -45,7 +45,7 @@ PLAIN_CELL = ("-k", f"test_own or ({PLAIN}] and not acc)")
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return the directory of a project with a right trainer in a file and a test."""
-    (tmp_path / "my_train.py").write_text(TEMPLATE.read_text())
+    (tmp_path / "my_train.py").write_text(example(DEFAULT_KIND))
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pyproject.toml").write_text(CONFIGURATION)
     (tmp_path / "tests").mkdir()
@@ -125,7 +125,7 @@ def test_a_failure_is_a_failed_test_an_annotation_and_can_be_accepted(project: P
     done = judged(project, "-n0", *PLAIN_CELL, option)
     assert done.returncode == 1
     assert re.search(r"conformance-accepted.yaml:\d+ accepts this until 2026-01-31, which is past", done.stdout)
-    (project / "my_train.py").write_text(TEMPLATE.read_text())
+    (project / "my_train.py").write_text(example(DEFAULT_KIND))
     done = judged(project, "-n0", *PLAIN_CELL, option)
     assert done.returncode == 1
     assert re.search(r"unexpected-pass: .*although .*conformance-accepted.yaml:\d+ accepts its failure", done.stdout)
