@@ -40,6 +40,7 @@ def test_an_annotation_stands_at_the_owners_line(monkeypatch: pytest.MonkeyPatch
     torch = judged(called=Code(file="torch/nn/x.py", line=1, function="f"))
     assert annotations(torch, is_asked=True)[0].startswith(f"::error title={title}::")
     (tmp_path / "my_train.py").touch()
+    assert torch.trainer is not None
     named = replace(torch, trainer=replace(torch.trainer, given="my_train.py:parallelize"))
     assert annotations(named, is_asked=True)[0].startswith(f"::error file=my_train.py,title={title}::")
 
