@@ -2,21 +2,27 @@
 
 import argparse
 import contextlib
+import datetime
+import os
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_limit
 from conformance.cli.loop_file import write_for
+from conformance.cli.waive import LASTS_DAYS, accepted_entries
+from conformance.judge.accepted import accept, require_day
 from conformance.project import require_checkout
-from conformance.report.schema import Report
+from conformance.report.schema import Report, read_report
+from conformance.report.text import short_markdown
+from conformance.report.wording import counted
 from conformance.run import known_trainers
 from conformance.run.kinds import DEFAULT_KIND, LOOP_KIND, kinds, write_example
 from reference_trainer.checks import UsageError
 
 _EXAMPLE, _LOOP_EXAMPLE = Path("my_subject.py"), Path("my_loop.py")
+_ACCEPTED = Path("conformance-accepted.yaml")
 
 
 def add_parser(commands: Commands) -> None:
@@ -56,6 +62,17 @@ def add_parser(commands: Commands) -> None:
         metavar="WHAT",
         help="cpu, or sim[:SCHEDULE]: on the simulated accelerator, with laws about streams and memory (default: cpu)",
     )
+    parser.add_argument(
+        "--fast", action="store_true", help="only the cells that show most, and no faults: for each commit"
+    )
+    parser.add_argument(
+        "--accepted", type=Path, metavar="FILE", help="failures that are accepted until a day, for a reason (YAML)"
+    )
+    parser.add_argument("--accept", metavar="REASON", help=f"add what fails to that file (default: {_ACCEPTED})")
+    parser.add_argument(
+        "--until", type=require_day, metavar="DATE", help=f"last day of --accept (default: in {LASTS_DAYS} days)"
+    )
+    parser.add_argument("--annotations", action="store_true", help="print GitHub's annotations elsewhere, too")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
     parser.add_argument(
         "--explain",
@@ -89,6 +106,10 @@ def run(options: argparse.Namespace) -> Answer:
             raise UsageError(f"--{name} chooses the file that --init writes: give --init, too")
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
+    if options.until is not None and options.accept is None:
+        raise UsageError("--until is the last day of --accept REASON: give both")
+    if options.accept is not None and options.accepted is None and _ACCEPTED.exists():
+        options.accepted = _ACCEPTED
     known_trainers.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
@@ -98,11 +119,27 @@ def run(options: argparse.Namespace) -> Answer:
     file = options.report_dir / "report.json"
     if status not in _WITH_REPORT:
         return Answer("", status)
+    report = read_report(options.report_dir)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a") as stream:
+            stream.write(short_markdown(report))
+    if options.accept is not None:
+        _accept(report, options)
     if options.keep:
         from conformance.subjects.keeping import keep  # loads torch, which only judging needs
 
-        keep(msgspec.json.decode(file.read_bytes(), type=Report))
+        keep(report)
     return Answer(file.read_text() if options.json else "", status)
+
+
+def _accept(report: Report, options: argparse.Namespace) -> None:
+    """Add an entry for each law that fails to the file of accepted failures, and say so."""
+    file = options.accepted or _ACCEPTED
+    until = options.until or (datetime.date.today() + datetime.timedelta(days=LASTS_DAYS)).isoformat()
+    entries = accepted_entries(report, reason=options.accept, until=until)
+    if entries:
+        accept(file, entries)
+    print(f"{file}: {counted(len(entries), 'more law')} accepted until {until}", file=sys.stderr)
 
 
 _WITH_REPORT = (0, 1, 3)
@@ -119,9 +156,11 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
         "accelerator": options.accelerator,
         "baseline": options.baseline,
         "explain": options.explain,
+        "accepted": options.accepted,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    flags = ["--no-faults"] * options.no_faults + ["-qq"] * options.json
+    flags = [f"--{name}" for name in ("no-faults", "fast", "annotations") if vars(options)[name.replace("-", "_")]]
+    flags += ["-qq"] * options.json
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 

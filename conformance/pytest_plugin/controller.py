@@ -27,6 +27,7 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
+from conformance.torch_release import untried
 from reference_trainer.checks import UsageError
 
 
@@ -114,6 +115,7 @@ class Controller:
                 self._setup.matrix, self._setup.profile_name, self._results.values(), seed=self._setup.seed
             ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
+            accepted=self._setup.accepted,
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             report = self._with_smallest(self._with_trainer(report), session.config)
@@ -136,7 +138,8 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
+        told = annotations(self._report, is_asked=terminalreporter.config.option.annotations)
+        for line in [*told, *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
@@ -251,6 +254,7 @@ def _trainer_session() -> ModuleType:
 
 def _header(setup: SessionSetup) -> Header:
     machine = setup.machine
+    warning = untried(machine.torch_version) if setup.trainer is not None else ""
     return Header(
         session=setup.name,
         profile=setup.profile_name,
@@ -260,5 +264,9 @@ def _header(setup: SessionSetup) -> Header:
         matrix_digest=setup.matrix.digest,
         defect=setup.defect,
         selection=setup.selection,
-        environment={**environment_facts(machine.hardware), "max_world_size": machine.max_world_size},
+        environment={
+            **environment_facts(machine.hardware),
+            "max_world_size": machine.max_world_size,
+            **({"untried_torch": warning} if warning else {}),
+        },
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from conformance.judge.accepted import AcceptedFailure
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage
@@ -128,6 +129,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """First wrong places that were searched for after the last case, at most one for each cause."""
     trainer: TrainerFacts | None = None
     """Another trainer that was judged; None for the reference trainer."""
+    accepted: list[AcceptedFailure] = []
+    """Failures of another trainer that its owner accepts, as the session has read them."""
     search_failure: str = ""
     """Traceback of the error that ended the search for smallest cells; empty if it was completed."""
     location_failure: str = ""

@@ -1,15 +1,18 @@
 """End of a session in words: for a terminal, as markdown for the summary of a CI job, as annotations for GitHub."""
 
 import os
+import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 from tabulate import tabulate
 
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict
 from conformance.numerics.arithmetic import OWN, Arithmetic
+from conformance.plan.matrix import FAST_CELLS, TRAINER_CELLS, TRAINERS
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
@@ -41,6 +44,8 @@ class Headline(msgspec.Struct, frozen=True):
     """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
     judged: str
     """Clause about another trainer: its judged ingredients, and those of the suite; empty for the reference trainer."""
+    warning: str
+    """Sentence about a version of torch that was never tried, or empty."""
     nothing_about: str
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
@@ -58,6 +63,7 @@ def headline(report: Report) -> Headline:
         subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
         judged=judged_line(report.trainer) if report.trainer else "",
+        warning=report.environment.get("untried_torch", ""),
         nothing_about=_nothing_about(report),
     )
 
@@ -66,6 +72,8 @@ def restrictions(report: Report) -> Iterator[str]:
     """Yield the reasons why a report does not tell the outcome of its profile on an unchanged product."""
     if report.selection:
         yield f"only {report.selection}"
+    if report.profile == TRAINERS and "--fast" in shlex.split(report.selection):
+        yield f"{len(FAST_CELLS)} of {len(TRAINER_CELLS)} cells, nothing about offloading, no fault tried"
     if report.defect:
         yield f"defect {report.defect} injected"
     arithmetic = msgspec.convert(report.environment.get("hardware", {}).get("arithmetic", {}), Arithmetic)
@@ -80,6 +88,8 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     """
     head = headline(report)
     yield head.line
+    if head.warning:
+        yield f"warning: {head.warning}"
     if head.nothing_about:
         yield head.nothing_about
     if not report.planned:
@@ -97,7 +107,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
 def markdown(report: Report) -> str:
     """Return the end of a session as markdown for the readers of a pull request: failures come first."""
     head = headline(report)
-    blocks = [f"## {head.line}", _plain(head.nothing_about), _ending(report)]
+    blocks = [f"## {head.line}", _plain(head.warning), _plain(head.nothing_about), _ending(report)]
     blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
     if report.trainer:
         blocks.append(f"### Trainer {_plain(report.trainer.name)}")
@@ -105,15 +115,42 @@ def markdown(report: Report) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def annotations(report: Report) -> list[str]:
-    """Return a line for each cause of failures, those of most cases first; none outside of GitHub Actions.
+def short_markdown(report: Report) -> str:
+    """Return the outcome as markdown for the summary of a job: a table of causes, or one line if all laws hold."""
+    head = headline(report)
+    explanations = explain(report)
+    rows = [
+        [
+            f"`{each.first.law}`",
+            f"{counted(each.case_count, 'case')}, `{each.first.cell}`",
+            _plain(each.short_reason).replace("|", r"\|"),
+            ":".join(_owners_line(each, report).values()),
+        ]
+        for each in explanations[:MAX_EXPLANATIONS]
+    ]
+    table = tabulate(rows, headers=["law", "cells", "reason", "line"], tablefmt="github") if rows else ""
+    seen = report.trainer.seen if report.trainer else ""
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in report.verdicts.items())
+    blocks = [
+        f"## {_plain(head.line)}",
+        _plain(head.warning),
+        table,
+        _more(explanations),
+        _plain(f"{verdicts}. {seen}"),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
+
+def annotations(report: Report, *, is_asked: bool = False) -> list[str]:
+    """Return a line for each cause of failures, those of most cases first, at the line of the product if it is known.
+
+    None outside of GitHub Actions, unless they are asked for.
     GitHub Actions shows lines that begin with `::error` on a run and its commit, see
     https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions.
     """
-    if os.environ.get("GITHUB_ACTIONS") != "true":
+    if not is_asked and os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    return [_annotation(explanation) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
+    return [_annotation(explanation, report) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
 
 
 def _device(report: Report) -> str:
@@ -169,12 +206,35 @@ def _more(explanations: Sequence[Explanation]) -> str:
     return f"and {counted(more, 'more group')} of failures: see report.html" if more else ""
 
 
-def _annotation(explanation: Explanation) -> str:
+def _annotation(explanation: Explanation, report: Report) -> str:
+    """Return a command of GitHub's workflows; the title of another trainer is the name of the case in JUnit files."""
     kind = "warning" if explanation.is_drift else "error"
     first = explanation.first
-    heading = _escape(f"{first.verdict}: {first.id}").replace(":", "%3A").replace(",", "%2C")
+    properties = {**_owners_line(explanation, report), "title": f"{first.verdict}: {first.id}"}
+    if report.trainer:
+        properties["title"] = f"{first.law}[{first.cell}] of {report.trainer.name}"
+    given = [f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()]
     message = _escape("\n".join([explanation.short_reason, *explanation.details]))
-    return f"::{kind} title={heading}::{message}"
+    return f"::{kind} {','.join(given)}::{message}"
+
+
+def _owners_line(explanation: Explanation, report: Report) -> dict[str, str]:
+    """Return `file` and `line` of the first wrong place in the working directory: GitHub knows no files elsewhere.
+
+    Without such a place they are the file of another trainer alone, or nothing.
+    """
+    location = explanation.location
+    for code in (location.called, location.issued) if location else ():
+        if code and (file := _below_here(code.file)):
+            return {"file": file, "line": str(code.line)}
+    file = _below_here(report.trainer.given.partition(":")[0]) if report.trainer else ""
+    return {"file": file} if file else {}
+
+
+def _below_here(file: str) -> str:
+    """Return the path of a file in the working directory, relative to it; empty for any other."""
+    path, here = Path(file).absolute(), Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) and path.is_file() else ""
 
 
 def _escape(text: str) -> str:

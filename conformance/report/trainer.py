@@ -61,6 +61,12 @@ class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Reason for which no process has served two runs; empty if processes were shared."""
 
     @property
+    def seen(self) -> str:
+        """Number of faults that laws see, of those that were tried, with their cells; empty if none was tried."""
+        number, cells = sum(bool(seen.laws) for seen in self.faults), dict.fromkeys(seen.cell for seen in self.faults)
+        return f"faults seen: {number} of {len(self.faults)} on {', '.join(cells)}" if self.faults else ""
+
+    @property
     def blind_to(self) -> list[str]:
         """Faults that no law sees, each with its cell."""
         return [f"{seen.fault} on {seen.cell}" for seen in self.faults if not seen.laws]
@@ -92,7 +98,9 @@ def trainer_lines(trainer: TrainerFacts) -> Iterator[str]:
     seen = ((f"{seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}", seen.cell) for seen in trainer.faults)
     for text, cells in _grouped(seen).items():
         yield f"fault {text} ({', '.join(cells)})"
-    if not trainer.faults:
+    if trainer.faults:
+        yield trainer.seen
+    else:
         yield "faults: not tried, so nothing says that the laws see this trainer"
     if trainer.blind_to:
         yield f"blind to {', '.join(trainer.blind_to)}: these verdicts do not count"

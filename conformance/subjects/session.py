@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from conformance.defects.catalogue import defects
+from conformance.defects.injection import Defect
 from conformance.judge.judge import judge
 from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
@@ -72,15 +74,19 @@ def _policies(store: RecordStore, results: Sequence[CaseResult]) -> Iterator[Run
 def faults_seen(
     store: RecordStore, results: Sequence[CaseResult], trainer: str, *, machine: Machine
 ) -> Iterator[FaultSeen]:
-    """Yield the laws that see each fault, of those that hold, on the first cell of each mesh on which any holds.
+    """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
     A run that ends early shows nothing about the laws; after one that hung no fault is tried.
     """
-    substrates = {result.substrate for result in results if result.verdict == Verdict.PASS}
+    passed = [result for result in results if result.verdict == Verdict.PASS]
+    substrates = {result.substrate for result in passed}
     faults = [defect for defect in defects() if defect.of == "any trainer" and substrates & {*defect.substrates}]
-    for cell in FAULT_CELLS:
-        holding = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.PASS]
-        for fault in faults if holding else ():
+    for mesh in (cell.mesh for cell in FAULT_CELLS):
+        for fault in faults:
+            cell = _shown_on(fault, mesh, passed)
+            if cell is None:
+                continue
+            holding = [result.law for result in passed if result.cell == cell.id]
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
             laws = [asserted for law, asserted in asserted_laws().items() if law in holding]
             judged = [judge(Case(a.law.id, cell, trainer), a.law, a.test, faulty, machine=machine) for a in laws]
@@ -92,3 +98,14 @@ def faults_seen(
             yield FaultSeen(fault=fault.id, cell=cell.id, laws=seen)
             if any(entry.verdict == Verdict.TIMEOUT for entry in judged):
                 return
+
+
+def _shown_on(fault: Defect, mesh: str, passed: Sequence[CaseResult]) -> Cell | None:
+    """Return the first cell of a mesh on which a law holds that must see the fault; otherwise one on which any holds.
+
+    None if no law holds on the mesh.
+    """
+    holding = {(result.cell, result.law) for result in passed}
+    cells = [cell for cell in TRAINER_CELLS if cell.mesh == mesh and any(cell.id == on for on, _law in holding)]
+    shown = (cell for cell in cells if any((cell.id, law) in holding for law in fault.laws))
+    return next(shown, cells[0] if cells else None)
