@@ -192,6 +192,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule of the simulated accelerator; empty for the session's."""
     is_repeated: bool = False
     """True for a run all of whose steps are the first one: the same micro-batches, and updates of size 0."""
+    seed: int = 0
+    """Number that is added to the seed of torch's generators when the steps begin: a run MUST NOT depend on it."""
 
 
 class Description(msgspec.Struct, frozen=True):
