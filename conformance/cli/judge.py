@@ -111,7 +111,7 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
         "explain": options.explain,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    flags = ["--no-faults"] * options.no_faults + ["-qq" if options.json else "-q", "-rN"]
+    flags = ["--no-faults"] * options.no_faults + ["-qq" if options.json else "-q", "-rN", "--disable-warnings"]
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 

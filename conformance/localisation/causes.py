@@ -128,7 +128,7 @@ class _Search:
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{self._cell.id}.txt"
         log.write_text(failure.details)
-        waiting = waiting_ranks(failure)
+        waiting = sorted(waiting_ranks(failure), key=lambda each: (each.code is None, bool(each.collective), each.rank))
         clauses = "; ".join(each.clause for each in waiting)
         reason = failure.reason
         if failure.kind == "timeout":

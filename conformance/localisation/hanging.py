@@ -15,7 +15,7 @@ from conformance.report.location import Code, Location
 
 _RANK = re.compile(r"^--- rank (\d+) ", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
-_ISSUER = "distributed_c10d.py"
+_ISSUERS = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class Waiting(NamedTuple):
@@ -35,6 +35,8 @@ class Waiting(NamedTuple):
     def clause(self) -> str:
         """Rank, collective and line in words."""
         where = f" at {self.code.file}:{self.code.line}, `{self.text}`" if self.code else ""
+        if self.code is None and not self.issued:
+            return f"rank {self.rank} waits for the others in the suite's own code"
         waits = f"waits in {self.collective}" if self.collective else "waits in no collective"
         if self.issued and self.collective:
             waits = f"waits in {self.issued.partition(' in ')[0]}"
@@ -88,7 +90,7 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
 
 
 def _waiting(rank: int, frames: Sequence[tuple[str, int, str]], failure: Failure) -> Waiting:
-    issued = [function for file, _, function in frames if file.endswith(_ISSUER)]
+    issued = [function for file, _, function in frames if file.endswith(_ISSUERS)]
     own = next((frame for frame in frames if not is_foreign(frame[0]) and not _is_suites(frame[0])), None)
     last = failure.collectives[rank] if rank < len(failure.collectives) else ""
     code, text = None, ""

@@ -482,7 +482,7 @@ def _cause_lines(explanation: Explanation, cause: Cause) -> Iterator[str]:
     if cause.where:
         yield f"where: {cause.where}"
     yield f"on {cause.on}"
-    if explanation.first.reason not in cause.sentence:
+    if not cause.log and explanation.first.reason not in cause.sentence:
         reason = textwrap.shorten(explanation.first.reason, _MAX_REASON, placeholder=" ...")
         yield f"first seen by {explanation.first.law}: {reason}"
     if cause.consequences:
