@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from conformance.localisation.equality import CLOSE
 from conformance.localisation.formulas import NamedFormula, named_formulas
-from conformance.localisation.hanging import waiting_ranks
+from conformance.localisation.hanging import is_suites_loop, waiting_ranks
 from conformance.localisation.subject_run import SubjectRun
 from conformance.outcomes import Failure
 from conformance.plan.cells import Cell, cell_from_id
@@ -23,6 +23,13 @@ _OF_NUMBERS = frozenset(["gradients", "bf16-gradients", "gradient-norm", "clippi
 """Laws of whose failures a wrong formula may be the cause."""
 _BEFORE_FORMULAS = ("initial values", "resumed state", "data")
 """Stages before gradients, whose faults no formula explains."""
+
+
+_IN_THEIR_WORDS = {
+    "wire-dtypes": "FSDP communicates in other dtypes, or by other reductions",
+    "same-collectives": "ranks issue different collectives",
+}
+"""Words for laws whose findings say more than that a tensor is wrong."""
 
 
 class Causes(NamedTuple):
@@ -104,7 +111,7 @@ class _Search:
         where = _where(place) if place else ""
         if self._random:
             return CellCause(cell=self._cell.id, key="random", sentence=self._random, where=where)
-        if self.formulas:
+        if self._has_formula(place):
             formula = max(self.formulas, key=lambda each: votes.get(each.id, 0))
             since = f", from step {formula.step} on" if formula.step else ""
             return CellCause(
@@ -120,7 +127,14 @@ class _Search:
         key = f"{self._first.law} {self._first.reason.partition(':')[0]}"
         return CellCause(cell=self._cell.id, key=key, sentence=f"{self._first.law}: {self._first.reason}", where=where)
 
+    def _has_formula(self, place: Location | None) -> bool:
+        """Return whether there is a formula, and no place in an earlier step."""
+        is_later = place is not None and self.formulas and (place.step or 0) < self.formulas[0].step
+        return bool(self.formulas) and not is_later
+
     def _told_of(self, place: Location) -> str:
+        if self._first.law in _IN_THEIR_WORDS and place.equals.startswith("is off by"):
+            return f"{_IN_THEIR_WORDS[self._first.law]}: {self._first.reason.rpartition('; ')[2]}"
         told = _frozen(self._runs, self._cell, place) if place.equals == "is missing" else ""
         return told or sentence_of(place)
 
@@ -133,7 +147,9 @@ class _Search:
         reason = failure.reason
         if failure.kind == "timeout":
             sentence = f"the run hangs: {clauses or reason}"
-        elif failure.collectives and len({_call(each) for each in failure.collectives}) > 1 and waiting:
+        elif len({_call(each) for each in failure.collectives}) > 1 and any(
+            each.rank == failure.first_rank and each.collective for each in waiting
+        ):
             sentence = f"{reason}: ranks issue different collectives: {clauses}"
         else:
             sentence = f"did not run: {reason}"
@@ -176,7 +192,12 @@ def sentence_of(place: Location) -> str:
             return f"the loss is scaled wrongly before backward{step}: {place.quantity} {_verb(place.equals)}"
         case "clipping" if place.quantity.startswith("total"):
             return f"gradients are clipped by a wrong norm{on}{step}: it {place.equals}"
-    return f"{place.stage}{step}: the {place.quantity} of {name} {_verb(place.equals)}{on}"
+        case "optimizer" if place.equals.startswith("is the value before the step"):
+            why = place.equals.partition(": ")[2]
+            return f"{name} is not updated{on}{step}{f': {why}' if why else ''}"
+        case "parameters" if place.equals.startswith("is that of the step before"):
+            return f"{name} is stale{on}{step}: the {place.quantity} {place.equals}"
+    return f"{place.stage}{step}: {name}, {place.quantity}, {_verb(place.equals)}{on}"
 
 
 def _verb(clause: str) -> str:
@@ -185,7 +206,8 @@ def _verb(clause: str) -> str:
 
 
 def _where(place: Location) -> str:
-    return "; ".join(filter(None, [place.place, str(place.called or "")]))
+    called = place.called if place.called and not is_suites_loop(place.called.file) else ""
+    return "; ".join(filter(None, [place.place, str(called)]))
 
 
 def _frozen(runs: SubjectRuns, cell: Cell, place: Location) -> str:

@@ -87,23 +87,25 @@ def _for_gradients(evidence: Evidence, formulas: StepFormulas, step: int) -> lis
         factor = _factor(evidence, measured, formula)
         if factor is None:
             continue
-        told = list(_told(formulas, formula, factor))
+        told = list(
+            _told(formulas, formula, factor, within=max(CLOSE, *(each.value for each in _bounds(evidence, 0).values())))
+        )
         found += [NamedFormula(id_, f"your gradients are {sentence}", step) for id_, sentence in told]
     return found
 
 
-def _told(formulas: StepFormulas, formula: Formula, factor: float) -> Iterator[tuple[str, str]]:
-    """Yield id and words of a formula with each name of its factor."""
+def _told(formulas: StepFormulas, formula: Formula, factor: float, *, within: float) -> Iterator[tuple[str, str]]:
+    """Yield id and words of a formula with each name of its factor, of which rounding explains a deviation `within`."""
     if formula.has_factor != "one":
         yield formula.id, f"those of {formula.sentence}"
         return
-    close = [each for each in formulas.factors() if math.isclose(factor, each[1], rel_tol=CLOSE)]
+    close = [each for each in formulas.factors() if math.isclose(factor, each[1], rel_tol=within)]
     divisor = formulas.facts.total / factor
     close = close or [("number", factor, f"{factor:.6g} times as large: the sum is divided by {divisor:.6g}")]
     for name, _, clause in close:
         if formula.id != "mean":
             yield f"{formula.id} {name}".strip(), f"those of {formula.sentence}{f', {clause}' if clause else ''}"
-        elif name:
+        elif clause:
             yield name, clause
 
 
@@ -188,8 +190,8 @@ def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iter
         yield NamedFormula("not-clipped", told, step)
     elif _are_close(factors, [factor**2] * len(factors)):
         yield NamedFormula("clipped-twice", "gradients are clipped twice, by the same norm each time", step)
-    elif _is_local(factors, own):
-        norms = " and ".join(f"{each:.4g}" for each in dict.fromkeys(own))
+    elif _is_local(factors, own, limit=limit):
+        norms = ", ".join(f"{each:.4g}" for each in dict.fromkeys(own))
         told = f"each rank clips by the norm of its own shards ({norms}), not by that of all gradients ({norm:.4g})"
         yield NamedFormula("local-norm", told, step)
     else:
@@ -198,8 +200,10 @@ def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iter
                 yield NamedFormula(id_, sentence, step)
 
 
-def _is_local(factors: Sequence[float], norms: Sequence[float]) -> bool:
-    """Return whether ranks have scaled by different factors, each by its own norm to the same limit."""
+def _is_local(factors: Sequence[float], norms: Sequence[float], *, limit: float) -> bool:
+    """Return whether ranks have scaled by different factors, each by its own norm to the limit, or to another one."""
+    if _are_close(factors, [clip_factor(norm, max_norm=limit) for norm in norms]):
+        return True
     products = [factor * norm for factor, norm in zip(factors, norms, strict=True)]
     return not _are_close(factors, [factors[0]] * len(factors)) and _are_close(products, [products[0]] * len(products))
 

@@ -4,13 +4,12 @@ import linecache
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from conformance.instruments.taps import is_foreign, readable_path
 from conformance.localisation.ranks import Ranks
 from conformance.outcomes import Failure
-from conformance.project import PACKAGE
+from conformance.project import PACKAGE, PROJECT
 from conformance.report.location import Code, Location
 
 _RANK = re.compile(r"^--- rank (\d+) ", re.MULTILINE)
@@ -91,7 +90,7 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
 
 def _waiting(rank: int, frames: Sequence[tuple[str, int, str]], failure: Failure) -> Waiting:
     issued = [function for file, _, function in frames if file.endswith(_ISSUERS)]
-    own = next((frame for frame in frames if not is_foreign(frame[0]) and not _is_suites(frame[0])), None)
+    own = next((frame for frame in frames if not is_foreign(frame[0]) and not is_suites_loop(frame[0])), None)
     last = failure.collectives[rank] if rank < len(failure.collectives) else ""
     code, text = None, ""
     if own is not None:
@@ -101,7 +100,7 @@ def _waiting(rank: int, frames: Sequence[tuple[str, int, str]], failure: Failure
     return Waiting(rank, issued[0] if issued else "", last, code, text)
 
 
-def _is_suites(file: str) -> bool:
-    """Return whether a file is of the part of the suite that runs other trainers, and no adapter."""
-    path = Path(file)
+def is_suites_loop(file: str) -> bool:
+    """Return whether a file, as `readable_path` returns it or not, is of the suite's part that runs other trainers."""
+    path = PROJECT / file
     return path.is_relative_to(PACKAGE / "subjects") and not path.is_relative_to(PACKAGE / "subjects" / "shipped")

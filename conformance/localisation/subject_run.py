@@ -180,7 +180,11 @@ class SubjectRun(TappedRun):
             before = partial(self.shards, f"after{saved}/{kind}/")
             order = [*self.record.parameters]
             wrong = wrong_shards(self.ranks, partial(self.shards, f"resumed/{kind}/"), before, order=order)
-            yield self.wrong_state(wrong, "resumed state", f"restored {kind}", step=saved + 1)
+            others = {}
+            if wrong and kind == "parameter":
+                initial = self.shards("initial/parameter/", wrong.first.rank).get(wrong.first.name)
+                others = {} if initial is None else {"its initial value, so that nothing was loaded": initial}
+            yield self.wrong_state(wrong, "resumed state", f"restored {kind}", step=saved + 1, others=others)
 
     def expected(self, step: int) -> ExpectedStep:
         """Return a step in one process, from the weights with which the step of the run began."""

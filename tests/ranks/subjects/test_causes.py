@@ -41,7 +41,7 @@ FIRST = [
         [DP2],
         "the gradient of up.weight, which FSDP has reduced, is summed over ranks once more",
     ),
-    ("local_norm", [DP2, HSDP], "each rank clips by the norm of its own shards (0.6783 and 0.8648)"),
+    ("local_norm", [DP2, HSDP], "each rank clips by the norm of its own shards (0.6783, 0.8648)"),
     ("not_clipped", [DP2], "gradients are not clipped: their norm is 1.099, the limit 0.5495"),
     ("clipped_twice", [DP2], "gradients are clipped twice"),
     ("norm_of_copies", [HSDP], "a norm that is sqrt(2) times too large: each counts on the 2 ranks that hold copies"),
@@ -64,7 +64,7 @@ FIRST = [
 
 def causes_of(pools: Pools, directory: Path, name: str, cells: list[str], *, limit_s: float = 10.0) -> list[Cause]:
     """Judge a trainer on cells, and return the first causes of its failures."""
-    subject = f"{MISTAKES}:{name}"
+    subject = name if ":" in name else f"{MISTAKES}:{name}"
     store = RecordStore(directory, "test", str(torch.__version__), None, 12.0, pools, subject=subject)
     machine = Machine(hardware=store.hardware, torch_version=store.torch_version, max_world_size=8)
     failed: dict[str, list[CaseResult]] = defaultdict(list)

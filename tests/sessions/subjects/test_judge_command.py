@@ -97,7 +97,9 @@ def test_a_trainer_that_raises_is_one_crash_of_a_cell_with_its_traceback(tmp_pat
     assert report["verdicts"]["crash"] == 2
     assert {case["law"] for case in report["cases"] if case["verdict"] == "crash"} == {"fsdp-is-on"}
     (cause,) = report["causes"]
-    assert cause["traceback"].endswith('    return options["warmup"]\n           ~~~~~~~^^^^^^^^^^\nKeyError: \'warmup\'')
+    assert cause["traceback"].endswith(
+        "    return options[\"warmup\"]\n           ~~~~~~~^^^^^^^^^^\nKeyError: 'warmup'"
+    )
     assert "conformance/subjects" not in cause["traceback"]
     assert "| KeyError: 'warmup'" in done.stdout
     assert "did not run: cause 1" in done.stdout
