@@ -160,7 +160,7 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
     flags = [f"--{name}" for name in ("no-faults", "fast", "annotations") if vars(options)[name.replace("-", "_")]]
-    flags += ["-qq"] * options.json
+    flags += ["-qq" if options.json else "-q", "-rN", "--disable-warnings"]
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 

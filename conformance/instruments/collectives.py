@@ -1,7 +1,7 @@
 """Log of all collectives as the dispatcher sees them, of FSDP2, DTensor, clipping and the trainer."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,9 @@ _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_
 class CollectiveLog(Observer):
     """Listener of the dispatch tap that writes down collectives with the phase of training in which they are issued."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Callable[[Collective], None] | None = None) -> None:
+        """`noted`, if given, is called with each collective when this rank has issued it, before it is complete."""
+        self._noted = noted
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
@@ -107,6 +109,8 @@ class CollectiveLog(Observer):
             is_of_fsdp=is_of_fsdp(sys._getframe(1)),
         )
         self._entries.append((ranks, entry))
+        if self._noted:
+            self._noted(entry)
 
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again

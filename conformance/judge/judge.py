@@ -98,5 +98,5 @@ def _runs(case: Case, law: Law, store: RecordStore) -> Runs:
     """Return the runs on which a law is judged: of the reference trainer, or of the store's, whose code takes torch."""
     if case.trainer is None:
         return CaseRuns(store, law.substrates)
-    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store)
+    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store, law=law.id)
     return runs

@@ -95,7 +95,8 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     if not report.planned:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
     yield from _failures(explain(report))
-    yield f"\n{_law_table(report, table_format='simple')}\n"
+    table = _cell_table if report.trainer else _law_table
+    yield f"\n{table(report, table_format='simple')}\n"
     yield from (*_not_judged(report), *_scope(report))
     yield from _exposed_communication(report)
     wait_s = sum(case.wait_s for case in report.cases)
@@ -108,7 +109,8 @@ def markdown(report: Report) -> str:
     """Return the end of a session as markdown for the readers of a pull request: failures come first."""
     head = headline(report)
     blocks = [f"## {head.line}", _plain(head.warning), _plain(head.nothing_about), _ending(report)]
-    blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
+    blocks += [*_failures_in_markdown(explain(report))]
+    blocks.append((_cell_table if report.trainer else _law_table)(report, table_format="github"))
     if report.trainer:
         blocks.append(f"### Trainer {_plain(report.trainer.name)}")
     blocks.append("\n".join(f"- {_plain(line)}" for line in [*_not_judged(report), *_scope(report)]))
@@ -179,8 +181,12 @@ def _ending(report: Report) -> str:
 def _failures(explanations: Sequence[Explanation]) -> Iterator[str]:
     if explanations:
         yield f"\n{title(explanations)}: {summary(explanations)}"
-    for each in explanations[:MAX_EXPLANATIONS]:
-        yield f"\n{each.first.verdict}: {each.first.id}: {each.short_reason}\n  {each.first.must}"
+    for number, each in enumerate(explanations[:MAX_EXPLANATIONS], start=1):
+        if each.cause:
+            yield f"\n{number}. {each.short_reason}"
+            yield from (f"     | {line}" for line in each.cause.short_traceback)
+        else:
+            yield f"\n{each.first.verdict}: {each.first.id}: {each.short_reason}\n  {each.first.must}"
         yield from (f"  {line}" for line in each.details)
         yield from (f"  {purpose}: {command}" for purpose, command in each.commands)
     if more := _more(explanations):
@@ -253,6 +259,26 @@ def _law_table(report: Report, *, table_format: str) -> str:
         seconds = sum(case.duration_s for case in by_law[law])
         rows.append([law, *(counts[column] or "" for column in columns), f"{seconds:.1f}"])
     return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format)
+
+
+def _cell_table(report: Report, *, table_format: str) -> str:
+    """Return a table of the cells on which another trainer was judged: cases by verdict, and the outcome."""
+    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts and verdict not in _NOT_JUDGED]
+    numbers = {cell: number for number, cause in enumerate(report.causes, start=1) for cell in cause.cells}
+    by_cell: dict[str, list[CaseResult]] = defaultdict(list)
+    for case in report.cases:
+        by_cell[case.cell].append(case)
+    rows = []
+    for cell, cases in by_cell.items():
+        counts = Counter(case.verdict for case in cases)
+        if not any(counts[column] for column in columns):
+            continue
+        did_run = any(counts[verdict] for verdict in (Verdict.PASS, Verdict.FAIL))
+        outcome = f"cause {numbers[cell]}" if cell in numbers else ""
+        rows.append(
+            [cell, *(counts[column] or "" for column in columns), outcome if did_run else f"did not run: {outcome}"]
+        )
+    return tabulate(rows, headers=["cell", *columns, "outcome"], tablefmt=table_format)
 
 
 def _not_judged(report: Report) -> Iterator[str]:

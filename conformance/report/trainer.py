@@ -40,6 +40,26 @@ class FaultSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cell: str
     laws: list[str]
     """Laws that hold without the fault and fail with it."""
+    raised: str = ""
+    """Reason for which the run with the fault did not finish: nothing is known about the laws then."""
+    failing_already: list[str] = []
+    """Laws that see the fault elsewhere, if all of them that hold here fail without it, too."""
+
+    @property
+    def is_unseen(self) -> bool:
+        """True if a law should have seen the fault and none has."""
+        return not (self.laws or self.raised or self.failing_already)
+
+    @property
+    def text(self) -> str:
+        """Fault, and the laws that see it, in words."""
+        if self.laws:
+            return f"{self.fault}: {', '.join(self.laws)}"
+        if self.raised:
+            return f"{self.fault}: not known, the run with the fault did not finish: {self.raised}"
+        if self.failing_already:
+            return f"{self.fault}: not known, {', '.join(self.failing_already)} fail without the fault already"
+        return f"{self.fault}: NO LAW SEES IT"
 
 
 class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +89,7 @@ class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def blind_to(self) -> list[str]:
         """Faults that no law sees, each with its cell."""
-        return [f"{seen.fault} on {seen.cell}" for seen in self.faults if not seen.laws]
+        return [f"{seen.fault} on {seen.cell}" for seen in self.faults if seen.is_unseen]
 
 
 def judged_line(trainer: TrainerFacts) -> str:
@@ -95,7 +115,7 @@ def trainer_lines(trainer: TrainerFacts) -> Iterator[str]:
         yield f"processes: fresh ones for each run, since {trainer.fresh_processes}"
     for text, cells in _grouped((str(policy), policy.cell) for policy in trainer.policies).items():
         yield f"measured: {', '.join(cells)}: {text}"
-    seen = ((f"{seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}", seen.cell) for seen in trainer.faults)
+    seen = ((seen.text, seen.cell) for seen in trainer.faults)
     for text, cells in _grouped(seen).items():
         yield f"fault {text} ({', '.join(cells)})"
     if trainer.faults:

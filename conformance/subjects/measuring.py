@@ -19,6 +19,7 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.facts import Collective
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
@@ -86,17 +87,19 @@ class SubjectRecorder:
         names: Collection[str],
         aliases: Collection[str],
         begin: Callable[[Built], None],
+        noted: Callable[[Collective], None] | None = None,
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
     ) -> None:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
+        `noted` is called with each collective that this rank issues.
         `accelerator` has been there before the run was built.
         """
         self._begin = begin
         self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
-        self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
+        self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog(noted)
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]

@@ -76,7 +76,8 @@ def faults_seen(
 ) -> Iterator[FaultSeen]:
     """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
-    A run that ends early shows nothing about the laws; after one that hung no fault is tried.
+    A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
+    that hung no fault is tried.
     """
     passed = [result for result in results if result.verdict == Verdict.PASS]
     substrates = {result.substrate for result in passed}
@@ -87,6 +88,7 @@ def faults_seen(
             if cell is None:
                 continue
             holding = [result.law for result in passed if result.cell == cell.id]
+            failing = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.FAIL]
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
             laws = [asserted for law, asserted in asserted_laws().items() if law in holding]
             judged = [judge(Case(a.law.id, cell, trainer), a.law, a.test, faulty, machine=machine) for a in laws]
@@ -95,7 +97,15 @@ def faults_seen(
                 for entry in judged
                 if entry.verdict == Verdict.FAIL and not isinstance(entry.error, CellFailed)
             ]
-            yield FaultSeen(fault=fault.id, cell=cell.id, laws=seen)
+            ended = next((entry.error.failure for entry in judged if isinstance(entry.error, CellFailed)), None)
+            already = [law for law in fault.laws if law not in holding and law in failing]
+            yield FaultSeen(
+                fault=fault.id,
+                cell=cell.id,
+                laws=seen,
+                raised=ended.reason if ended and not seen else "",
+                failing_already=already if not {*fault.laws} & {*holding} else [],
+            )
             if any(entry.verdict == Verdict.TIMEOUT for entry in judged):
                 return
 

@@ -28,10 +28,12 @@ from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import BLOCK_BYTES, AcceleratorLog
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
+from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
+from conformance.subjects.formulas import write_terms
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
@@ -149,6 +151,12 @@ def compute_steps(context: RankContext, payload: dict[str, Any]) -> None:
     write_expected_steps(_loaded(context, job.subject), job)
 
 
+def compute_terms(context: RankContext, payload: dict[str, Any]) -> None:
+    """Compute the gradients of each micro-batch in one process, and write them into the directory; see `formulas`."""
+    job = msgspec.convert(payload, StepsJob)
+    write_terms(_loaded(context, job.subject), job)
+
+
 def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Writers | None = None) -> SubjectFacts:
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
@@ -170,6 +178,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             names=job.names,
             aliases=job.aliases,
             begin=partial(_begin, job, device, uninitialised, lines),
+            noted=LastCollective(Path(job.directory), rank=context.rank).note,
             writers=writers,
             accelerator=accelerator,
         )
@@ -203,6 +212,8 @@ def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines:
     if job.is_repeated:
         for group in run.optimizer.param_groups:
             group["lr"] *= 0
+    if job.seed:
+        torch.manual_seed(reference.SEED + job.seed)
     built(run.model, run.optimizer, job.max_norm)
 
 

@@ -186,13 +186,16 @@ def test_a_wrong_function_fails_by_the_law_that_sees_it(
         ("returns_a_number", "dp2-fp32-default-full", "parallelize returned a int: return the model, nothing, or"),
     ],
 )
-def test_a_mistake_fails_all_laws_with_one_line(
+def test_a_mistake_is_one_crash_of_a_cell_with_one_line(
     pools: Pools, tmp_path: Path, name: str, cell: str, problem: str
 ) -> None:
     trainer = judged_trainer(pools, tmp_path, name, BY_ID[cell])
-    assert {entry.verdict for entry in trainer.judged} == {Verdict.FAIL}
-    (reason,) = trainer.reasons()
-    assert problem in reason
+    (first, *others) = trainer.judged
+    assert first.verdict == Verdict.CRASH
+    assert problem in first.reason
+    assert {(entry.verdict, entry.reason) for entry in others} == {
+        (Verdict.UNSUPPORTED, f"did not run: {first.reason}")
+    }
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_a_model_that_cannot_compute_in_fp64_is_compared_in_fp32(pools: Pools, t
 
 def test_an_adapter_that_shows_another_optimizer_is_blind(pools: Pools, tmp_path: Path) -> None:
     faults = judged_trainer(pools, tmp_path, "hidden_optimizer").faults()
-    assert [seen.fault for seen in faults if not seen.laws] == [*FAULTS[1:-1]]
+    assert [seen.fault for seen in faults if seen.is_unseen] == [*FAULTS[1:-1]]
 
 
 def test_after_a_cell_that_hangs_no_other_is_run(pools: Pools, tmp_path: Path) -> None:
@@ -246,7 +249,7 @@ def test_after_a_cell_that_hangs_no_other_is_run(pools: Pools, tmp_path: Path) -
     start_s = time.monotonic()
     hanging = BY_ID["dp2-bf16mp-default-full"]
     trainer = judged_trainer(pools, tmp_path, "hangs", DP2, hanging, HSDP, TP, limit_s=10.0)
-    assert trainer.verdicts(hanging) == {Verdict.TIMEOUT}
+    assert trainer.verdicts(hanging) == {Verdict.TIMEOUT, Verdict.UNSUPPORTED}
     assert trainer.verdicts(HSDP) == {Verdict.UNSUPPORTED}
     assert trainer.verdicts(TP) == {Verdict.UNSUPPORTED}
     assert f"not run: cell {hanging.id} hung" in trainer.reasons()
@@ -259,3 +262,12 @@ def test_after_a_cell_that_hangs_no_other_is_run(pools: Pools, tmp_path: Path) -
 def test_after_a_fault_that_hangs_no_other_is_tried(pools: Pools, tmp_path: Path) -> None:
     faults = judged_trainer(pools, tmp_path, "hangs_with_a_fault", limit_s=5.0).faults()
     assert [(seen.fault, seen.laws) for seen in faults] == [("gradients-summed", [])]
+    assert faults[0].raised.startswith("no result from ranks 0, 1 within")
+    assert not faults[0].is_unseen
+
+
+def test_a_fault_of_which_all_laws_fail_already_is_not_blind(pools: Pools, tmp_path: Path) -> None:
+    faults = judged_trainer(pools, tmp_path, "gradients_not_divided").faults()
+    (summed,) = (seen for seen in faults if seen.fault == "gradients-summed")
+    assert (summed.laws, summed.failing_already) == ([], ["gradients", "gradient-norm"])
+    assert not any(seen.is_unseen for seen in faults), faults
