@@ -25,8 +25,8 @@ class ShardedParameter(msgspec.Struct, frozen=True):
     is_below_fsdp: bool = False
     """True if FSDP2 shards a module above: of that module's parameters it leaves out those in `ignored_params`."""
     fsdp_ranks: list[list[int]] = []
-    """Groups of `shard_ranks` among which FSDP2 shards the parameter. While its module computes, it is sharded among the
-    other groups alone, as in expert and tensor parallelism. All groups if the module does not compute."""
+    """Groups of `shard_ranks` among which FSDP2 shards the parameter. While its module computes, it is sharded among
+    the other groups alone, as in expert and tensor parallelism. All groups if the module does not compute."""
     fsdp_replica_ranks: list[list[int]] = []
     """Groups of `replica_ranks` over which FSDP2 reduces the parameter's gradient."""
 
