@@ -181,6 +181,35 @@ def require_deterministic(errors: OwnErrors) -> None:
         )
 
 
+def require_proportional(subject: Subject, workload: Workload, *, dtype: torch.dtype) -> None:
+    """Raise SubjectMistake for a model whose gradients are not proportional to the loss that backward begins with.
+
+    An autograd function that injects the gradient of an auxiliary loss takes no part in the division by what counts: it
+    adds up over all micro-batches of one process, and is averaged over ranks. (`MoEAuxLossAutoScaler` is such a one.)
+    """
+    once, twice = (_first_gradients(subject, workload, dtype=dtype, factor=factor) for factor in (1.0, 2.0))
+    wrong = [name for name in once if not _is_double(twice.get(name, once[name]), once[name])]
+    if wrong:
+        raise SubjectMistake(
+            f"gradients of a doubled loss are not twice those of the loss, for {wrong[0]} and {len(wrong) - 1} more: a "
+            "function that injects a gradient in backward (as of an auxiliary loss) is not divided by what counts; let "
+            "model() and loss() add that loss instead, times count(batch)"
+        )
+
+
+def _first_gradients(subject: Subject, workload: Workload, *, dtype: torch.dtype, factor: float) -> Tensors:
+    """Return the gradients of a factor times the loss of the first micro-batch."""
+    model = promoted(initial_model(subject, tied=workload.tied), dtype)
+    torch.manual_seed(SEED)
+    batch = to_dtype(all_micro_batches(subject, workload, step=0)[0], dtype)
+    torch.autograd.backward(subject.loss(model, batch) * factor)
+    return _copies((name, p.grad) for name, p in model.named_parameters())
+
+
+def _is_double(measured: Tensor, single: Tensor) -> bool:
+    return float((measured - 2 * single).norm()) <= RANDOM_ABOVE * float(2 * single.norm())
+
+
 def bf16_gradients(
     subject: Subject, workload: Workload, kind: Literal["cast", "autocast"]
 ) -> tuple[Tensors, list[str]]:

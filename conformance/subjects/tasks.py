@@ -92,7 +92,9 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
-    notes = require_sum(subject, job.workload, dtype=torch.float32 if why_not_fp64 else torch.float64)
+    dtype = torch.float32 if why_not_fp64 else torch.float64
+    reference.require_proportional(subject, job.workload, dtype=dtype)
+    notes = require_sum(subject, job.workload, dtype=dtype)
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]

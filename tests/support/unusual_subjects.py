@@ -452,3 +452,46 @@ def batch_without_labels(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 no_labels = declare(model=Model, batch=batch_without_labels)(shard)
+
+
+# Auxiliary losses
+
+
+class Injected(torch.autograd.Function):
+    """Identity that gives an auxiliary loss a gradient of 1, and not that of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        ctx.save_for_backward(auxiliary)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
+class Balanced(Model):
+    """Logits, and the mean of their squares over the samples of a micro-batch."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return logits, logits.float().square().mean()
+
+
+class Injecting(Balanced):
+    """The mean of squares is no output, and acts in backward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, auxiliary = super().forward(x)
+        return Injected.apply(logits, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def loss_with_auxiliary(model: nn.Module, batch: Batch) -> Tensor:
+    logits, auxiliary = model(batch[0])
+    count = (batch[1] != -100).sum()
+    total: Tensor = cross_entropy(logits.float(), batch[1], reduction="sum") + auxiliary * count
+    return total
+
+
+auxiliary_in_backward = declare(model=Injecting)(shard)
+auxiliary_in_loss = declare(model=Balanced, loss=loss_with_auxiliary)(shard)

@@ -57,6 +57,7 @@ def test_experts_that_ranks_hold_some_of_are_conformant(
         ("own_gathers", [DP2, HSDP]),
         ("towers", [DP2]),
         ("no_labels", [DP2]),
+        ("auxiliary_in_loss", [DP2, ACCUMULATED, "dp2-fp32-default-full-acc2-uneven"]),
     ],
 )
 def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
