@@ -1,4 +1,4 @@
-"""Subjects with a mixture of experts: with and without expert parallelism, in which each rank holds some of them.
+"""Subjects with a mixture of experts, with and without expert parallelism: each rank then holds some of the experts.
 
 Tokens are exchanged by all-to-all, so that the gradients of an expert are sums over the tokens of all its ranks.
 """
