@@ -54,9 +54,9 @@ def script_that_steps_elsewhere(config: LoopConfig) -> list[float]:
     return plain_script.main(config.max_norm, config.accumulation)
 
 
-@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="none")
+@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="even")
 def script_with_a_limit_of_its_own(config: LoopConfig) -> list[float]:
-    return plain_script.main()
+    return plain_script.main(accumulation=config.accumulation)
 
 
 def sharded(model: Any) -> Any:
