@@ -108,7 +108,7 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     is_own_loop: bool = False
     """True if the trainer's own code takes the steps, False if the suite's loop does."""
     is_own_model: bool = False
-    """True if the trainer's loop makes its model in a way of its own, with a seed that nobody knows."""
+    """True if the trainer's loop makes its model itself, with a seed that the suite does not know."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):

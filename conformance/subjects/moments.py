@@ -43,7 +43,7 @@ class _Found(Protocol):
 
 
 class Count:
-    """Numbers of what has happened in the present step."""
+    """Numbers of the moments of the present step."""
 
     def __init__(self) -> None:
         self.micro_batches = 0
@@ -77,7 +77,7 @@ class Moments:
     ) -> None:
         """Prepare for steps from number `first` on, which have the micro-batches of `accumulation`.
 
-        `ended` is called when a step has ended, with what has happened in it and its number of micro-batches.
+        `ended` is called when a step has ended, with the moments in it and its number of micro-batches.
         """
         self._run, self._observer, self._search, self._ended = run, observer, search, ended
         self._first, self._accumulation, self._max_norm = first, accumulation, max_norm

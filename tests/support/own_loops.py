@@ -258,7 +258,7 @@ class StepsInBackward(Trainer):
 class Adversarial(Trainer):
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
-        self.other = fully_shard(nn.Linear(50, 1))
+        self.other: Any = fully_shard(nn.Linear(50, 1))
         self.other_optimizer = sgd(self.other.parameters())
 
     def loss(self, batch: Batch) -> Tensor:
