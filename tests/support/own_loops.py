@@ -258,7 +258,8 @@ class StepsInBackward(Trainer):
 class Adversarial(Trainer):
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
-        self.other: Any = fully_shard(nn.Linear(50, 1))
+        self.other = nn.Linear(50, 1)
+        fully_shard(self.other)
         self.other_optimizer = sgd(self.other.parameters())
 
     def loss(self, batch: Batch) -> Tensor:
