@@ -37,6 +37,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One line about the first failure."""
     details: str
     """Tracebacks, stacks and the end of the output of all ranks."""
+    traceback: str = ""
+    """Frames of the product and its packages where the first rank ended, for another trainer than the suite's."""
+    collectives: list[str] = []
+    """Last collective that each rank has issued, by rank, such as `all_reduce SUM of 64 float32`; empty if unknown."""
 
 
 class CellFailed(Exception):

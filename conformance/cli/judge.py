@@ -2,24 +2,27 @@
 
 import argparse
 import contextlib
+import datetime
+import os
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_limit
 from conformance.cli.loop_file import write_for
-from conformance.project import PACKAGE, require_checkout
-from conformance.report.schema import Report
+from conformance.cli.waive import LASTS_DAYS, accepted_entries
+from conformance.judge.accepted import accept, require_day
+from conformance.project import require_checkout
+from conformance.report.schema import Report, read_report
+from conformance.report.text import short_markdown
+from conformance.report.wording import counted
 from conformance.run import known_trainers
+from conformance.run.kinds import DEFAULT_KIND, LOOP_KIND, kinds, write_example
 from reference_trainer.checks import UsageError
 
-TEMPLATE = PACKAGE / "subjects" / "example.py.txt"
-"""Commented example that `--init` writes."""
-LOOP_TEMPLATE = PACKAGE / "subjects" / "loop_example.py.txt"
-"""Commented example that `--init --loop` writes."""
 _EXAMPLE, _LOOP_EXAMPLE = Path("my_subject.py"), Path("my_loop.py")
+_ACCEPTED = Path("conformance-accepted.yaml")
 
 
 def add_parser(commands: Commands) -> None:
@@ -43,6 +46,9 @@ def add_parser(commands: Commands) -> None:
         help=f"write an example to begin with (default: {_EXAMPLE})",
     )
     parser.add_argument(
+        "--kind", metavar="KIND", help=f"with --init: one of {', '.join(kinds())} (default: {DEFAULT_KIND})"
+    )
+    parser.add_argument(
         "--loop",
         nargs="?",
         const="",
@@ -56,6 +62,17 @@ def add_parser(commands: Commands) -> None:
         metavar="WHAT",
         help="cpu, or sim[:SCHEDULE]: on the simulated accelerator, with laws about streams and memory (default: cpu)",
     )
+    parser.add_argument(
+        "--fast", action="store_true", help="only the cells that show most, and no faults: for each commit"
+    )
+    parser.add_argument(
+        "--accepted", type=Path, metavar="FILE", help="failures that are accepted until a day, for a reason (YAML)"
+    )
+    parser.add_argument("--accept", metavar="REASON", help=f"add what fails to that file (default: {_ACCEPTED})")
+    parser.add_argument(
+        "--until", type=require_day, metavar="DATE", help=f"last day of --accept (default: in {LASTS_DAYS} days)"
+    )
+    parser.add_argument("--annotations", action="store_true", help="print GitHub's annotations elsewhere, too")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
     parser.add_argument(
         "--explain",
@@ -83,11 +100,16 @@ def run(options: argparse.Namespace) -> Answer:
     if options.list:
         return Answer(known_trainers.as_text(known_trainers.known_subjects()))
     if options.init is not None:
-        return _write(options.init, loop=options.loop)
-    if options.loop is not None:
-        raise UsageError("--loop writes a file: give it with --init")
+        return _write(options.init, kind=options.kind, loop=options.loop)
+    for name in ("kind", "loop"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} chooses the file that --init writes: give --init, too")
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
+    if options.until is not None and options.accept is None:
+        raise UsageError("--until is the last day of --accept REASON: give both")
+    if options.accept is not None and options.accepted is None and _ACCEPTED.exists():
+        options.accepted = _ACCEPTED
     known_trainers.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
@@ -97,11 +119,27 @@ def run(options: argparse.Namespace) -> Answer:
     file = options.report_dir / "report.json"
     if status not in _WITH_REPORT:
         return Answer("", status)
+    report = read_report(options.report_dir)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a") as stream:
+            stream.write(short_markdown(report))
+    if options.accept is not None:
+        _accept(report, options)
     if options.keep:
         from conformance.subjects.keeping import keep  # loads torch, which only judging needs
 
-        keep(msgspec.json.decode(file.read_bytes(), type=Report))
+        keep(report)
     return Answer(file.read_text() if options.json else "", status)
+
+
+def _accept(report: Report, options: argparse.Namespace) -> None:
+    """Add an entry for each law that fails to the file of accepted failures, and say so."""
+    file = options.accepted or _ACCEPTED
+    until = options.until or (datetime.date.today() + datetime.timedelta(days=LASTS_DAYS)).isoformat()
+    entries = accepted_entries(report, reason=options.accept, until=until)
+    if entries:
+        accept(file, entries)
+    print(f"{file}: {counted(len(entries), 'more law')} accepted until {until}", file=sys.stderr)
 
 
 _WITH_REPORT = (0, 1, 3)
@@ -118,26 +156,22 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
         "accelerator": options.accelerator,
         "baseline": options.baseline,
         "explain": options.explain,
+        "accepted": options.accepted,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    flags = ["--no-faults"] * options.no_faults + ["-qq"] * options.json
+    flags = [f"--{name}" for name in ("no-faults", "fast", "annotations") if vars(options)[name.replace("-", "_")]]
+    flags += ["-qq" if options.json else "-q", "-rN", "--disable-warnings"]
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 
-def _write(file: Path, *, loop: str | None) -> Answer:
+def _write(file: Path, *, kind: str | None, loop: str | None) -> Answer:
     """Write an example, or the declaration of a trainer's own loop."""
+    if kind and loop is not None:
+        raise UsageError(f"--loop writes the kind {LOOP_KIND}: leave out --kind")
     if loop:
         written, subject = write_for(loop)
         return Answer(f"written: {written}: fill in what it marks\nnext: conformance judge {subject}")
-    if loop is None:
-        return _write_example(file, TEMPLATE, "parallelize")
-    return _write_example(_LOOP_EXAMPLE if file == _EXAMPLE else file, LOOP_TEMPLATE, "train")
-
-
-def _write_example(file: Path, template: Path, name: str) -> Answer:
-    if file.suffix != ".py":
-        raise UsageError(f"{file} is no Python file: give a name that ends in .py")
-    if file.exists():
-        raise UsageError(f"{file} exists: give another name, or remove it")
-    file.write_text(template.read_text().replace("FILE:", f"{file.name}:"))
-    return Answer(f"written: {file}\nnext: conformance judge {file}:{name}")
+    if loop is not None:
+        kind, file = LOOP_KIND, _LOOP_EXAMPLE if file == _EXAMPLE else file
+    commands = write_example(kind or DEFAULT_KIND, file)
+    return Answer("\n".join([f"written: {file}", *(f"next: {command}" for command in commands)]))

@@ -29,7 +29,7 @@ from conformance.judge.verdicts import (
     Verdict,
     exit_status,
 )
-from conformance.judge.waivers import Waiver, profile_waivers
+from conformance.judge.waivers import KnownFailure, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.pytest_plugin.cases import cases_of
@@ -87,6 +87,7 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     matrix = load_matrix(matrix_file)
     rules, day = matrix.profile(report.profile), datetime.date.fromisoformat(report.started[:10])
     waivers, _expired = profile_waivers(matrix_file, matrix, rules, today=day)
+    known = [*report.accepted, *waivers]
     problems = [*_wrong_sums(report, rules), *_wrong_lines(report, stream)]
     if report.matrix_digest != matrix.digest:
         raise UsageError(f"{directory}: judged with another matrix; name it with --matrix")
@@ -94,7 +95,7 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     problems += _wrong_facts(report, records)
     if report.coverage != session_coverage(matrix, report.profile, report.cases, seed=report.seed):
         problems.append("the coverage is not that of the cases")
-    verifier = _Verifier(report, matrix, waivers, records)
+    verifier = _Verifier(report, matrix, known, records)
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]
     for smallest in report.smallest:
@@ -180,13 +181,13 @@ def _wrong_lines(report: Report, stream: _Stream) -> Iterator[str]:
 class _Verifier:
     """Judges the cases of a report again from its records."""
 
-    def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
+    def __init__(self, report: Report, matrix: Matrix, known: list[KnownFailure], records: Path) -> None:
         self.cases = 0
         """Number of cases that were judged again."""
         self._matrix = matrix
         self._verdicts = {case.id: Verdict(case.verdict) for case in report.cases}
         self._profile = matrix.profile(report.profile)
-        self._waivers = waivers
+        self._known = known
         self._machine = Machine(
             hardware=msgspec.convert(report.environment["hardware"], Hardware),
             torch_version=report.environment["packages"]["torch"],
@@ -253,7 +254,7 @@ class _Verifier:
             self._store,
             machine=self._machine,
             profile=self._profile,
-            waivers=self._waivers,
+            waivers=self._known,
         )
 
     def _failures(self) -> set[str]:

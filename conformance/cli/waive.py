@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands
+from conformance.judge.accepted import ACCEPTED
 from conformance.judge.measurements import margin_of
 from conformance.judge.verdicts import Verdict
 from conformance.report.schema import CaseResult, Report, read_report
@@ -14,7 +15,7 @@ from conformance.run.devices.hardware import kernel_type
 from conformance.torch_release import release
 
 LASTS_DAYS = 90
-"""Number of days after which a drafted waiver expires."""
+"""Number of days after which a drafted waiver, or an accepted failure, expires."""
 NO_ISSUE = "WRITE THE ADDRESS OF AN ISSUE"
 """Placeholder that is no address, so that waivers.yaml is refused until there is one."""
 _NOT_TO_BE_WAIVED = (Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR)
@@ -53,14 +54,30 @@ def draft_waivers(report: Report, *, today: datetime.date) -> str:
     return "\n".join([*entries, *others])
 
 
+def accepted_entries(report: Report, *, reason: str, until: str) -> list[dict[str, str]]:
+    """Return an entry of a file of accepted failures for each law of another trainer that has failed."""
+    failed: dict[str, list[CaseResult]] = {}
+    for case in report.cases:
+        if case.verdict in ACCEPTED:
+            failed.setdefault(case.law, []).append(case)
+    name = {"trainer": report.trainer.name} if report.trainer else {}
+    return [
+        {"law": law, **name, "cells": _selection(cases), "reason": reason, "expires": until}
+        for law, cases in failed.items()
+    ]
+
+
+def _selection(cases: list[CaseResult]) -> str:
+    cells = ", ".join(case.cell for case in cases)
+    return f"id = {cells}" if len(cases) == 1 else f"id in ({cells})"
+
+
 def _entry(law: str, device: str, cases: list[CaseResult], *, torch: str, expires: datetime.date) -> str:
     version = ".".join(map(str, release(torch)))
-    cells = ", ".join(case.cell for case in cases)
-    selection = f"id = {cells}" if len(cases) == 1 else f"id in ({cells})"
     return "\n".join(
         [
             f"  - law: {law}",
-            *_folded("cells", selection),
+            *_folded("cells", _selection(cases)),
             f"    device: {device}",
             f'    torch: "{version} - {version}"',
             f"    issue: {NO_ISSUE}",

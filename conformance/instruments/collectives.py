@@ -1,6 +1,7 @@
 """Log of all collectives as the dispatcher sees them, of FSDP2, DTensor, clipping and the trainer."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
+from conformance.instruments.issuers import is_of_fsdp
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -44,7 +46,9 @@ _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_
 class CollectiveLog(Observer):
     """Listener of the dispatch tap that writes down collectives with the phase of training in which they are issued."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Callable[[Collective], None] | None = None) -> None:
+        """`noted`, if given, is called with each collective when this rank has issued it, before it is complete."""
+        self._noted = noted
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
@@ -102,8 +106,11 @@ class CollectiveLog(Observer):
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=reduce_op_name(arguments),
             during=self._during,
+            is_of_fsdp=is_of_fsdp(sys._getframe(1)),
         )
         self._entries.append((ranks, entry))
+        if self._noted:
+            self._noted(entry)
 
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again

@@ -10,7 +10,7 @@ from conformance.judge.law import Law
 from conformance.judge.measurements import Measurement, collecting
 from conformance.judge.support import Machine, judging_substrate, unsupported
 from conformance.judge.verdicts import Verdict, classify
-from conformance.judge.waivers import Waiver, waiver_of
+from conformance.judge.waivers import KnownFailure, waiver_of
 from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case
@@ -60,7 +60,7 @@ def judge(
     *,
     machine: Machine,
     profile: Profile | None = None,
-    waivers: Sequence[Waiver] = (),
+    waivers: Sequence[KnownFailure] = (),
     drift: Drift | None = None,
 ) -> Judged:
     """Run the test of a law on a cell; returns the verdict that the outcome means.
@@ -98,5 +98,5 @@ def _runs(case: Case, law: Law, store: RecordStore) -> Runs:
     """Return the runs on which a law is judged: of the reference trainer, or of the store's, whose code takes torch."""
     if case.trainer is None:
         return CaseRuns(store, law.substrates)
-    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store)
+    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store, law=law.id)
     return runs

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,8 @@ from reference_trainer.strict_yaml import convert, load
 
 _Versions = Annotated[str, Meta(pattern=r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z")]
 """First and last release, both included: `2.6 - 2.15`."""
+Day = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
+"""Date in ISO 8601: `2027-01-31`."""
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,12 +46,37 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return value is not None and self.least <= value <= self.most and fnmatchcase(name, self.metric)
 
 
-class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Known fault of torch: a law that it breaks on some cells."""
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Failure of a law on some cells that is known: it has a reason, and a last day so that it is not forgotten."""
 
     law: LawId
     trainer: Text | None = None
     """Trainer that shows the fault, by the name in reports; left out for the reference trainer."""
+    cells: Text = "world > 1"
+    """Selection of cells, see `conformance.plan.selection`; the default selects all that trainers have."""
+    issue: Text | None = None
+    """Address of a page about the failure."""
+    reason: Text
+    """Description of the fault."""
+    expires: Day
+    """Last day on which the failure is excused."""
+
+    def matches(self, case: Case, *, device: str, torch: Release) -> bool:
+        """Return whether the failure is one of this case, on this type of device with this release of torch."""
+        return (self.law, self.trainer) == (case.law, case.trainer) and parse(self.cells)(case.cell)
+
+    def on(self, torch: Release) -> Self:
+        """Return the failure as a release of torch shows it."""
+        return self
+
+    def judge(self, verdict: Verdict, reason: str, measured: Mapping[str, Measurement]) -> tuple[Verdict, str]:
+        """Return the verdict on a case that matches, given its metrics by name."""
+        raise NotImplementedError
+
+
+class Waiver(KnownFailure, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Known fault of torch: a law that it breaks on some cells."""
+
     cells: Text
     """Selection of cells, see `conformance.plan.selection`."""
     device: Literal["cpu", "cuda"]
@@ -58,10 +85,6 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Releases that have the fault."""
     issue: Annotated[str, Meta(pattern="^(https://|findings/)")]
     """Address of the issue, or page of this project on faults without a known issue."""
-    reason: Text
-    """Description of the fault."""
-    expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day on which the waiver holds, so that no waiver is forgotten."""
     shows: Annotated[list[Symptom], Meta(min_length=1)]
     """Metrics that fail, and by how much; a failure of another metric or size is not waived."""
 
@@ -70,15 +93,15 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """First and last release of torch that has the fault."""
         return _releases(self.torch)
 
-    def on(self, torch: Release) -> "Waiver":
+    def on(self, torch: Release) -> Self:
         """Return the waiver with the symptoms that a release shows."""
         shown = [symptom for symptom in self.shows if symptom.torch is None or _includes(symptom.torch, torch)]
         return msgspec.structs.replace(self, shows=shown)
 
     def matches(self, case: Case, *, device: str, torch: Release) -> bool:
         """Return whether the waiver applies to this case, on this type of device with this release of torch."""
-        applies = (self.law, self.trainer, self.device) == (case.law, case.trainer, device)
-        return applies and _includes(self.torch, torch) and parse(self.cells)(case.cell)
+        applies = self.device == device and _includes(self.torch, torch)
+        return applies and super().matches(case, device=device, torch=torch)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
         """Return whether both waivers apply to one of these cells: its pass would not show which one to remove."""
@@ -171,7 +194,10 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     return waivers
 
 
-def waiver_of(waivers: Sequence[Waiver], case: Case, *, device: str, torch: Release) -> Waiver | None:
+Known = TypeVar("Known", bound=KnownFailure)
+
+
+def waiver_of(waivers: Sequence[Known], case: Case, *, device: str, torch: Release) -> Known | None:
     """Return the waiver of a case, if any, with the symptoms of this release of torch."""
     matching = (waiver for waiver in waivers if waiver.matches(case, device=device, torch=torch))
     return next((waiver.on(torch) for waiver in matching), None)

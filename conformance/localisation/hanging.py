@@ -3,18 +3,18 @@
 import linecache
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from conformance.instruments.taps import is_foreign, readable_path
 from conformance.localisation.ranks import Ranks
 from conformance.outcomes import Failure
+from conformance.project import PACKAGE, PROJECT
 from conformance.report.location import Code, Location
 
-_RANK = re.compile(r"^--- rank (\d+) hung", re.MULTILINE)
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
-_ISSUER = "distributed_c10d.py"
+_RANK = re.compile(r"^--- rank (\d+) ", re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+_ISSUERS = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class Waiting(NamedTuple):
@@ -23,6 +23,8 @@ class Waiting(NamedTuple):
     rank: int
     collective: str
     """Function of `torch.distributed`; empty if the rank waits in none."""
+    issued: str
+    """Last collective that the rank has issued, such as `all_reduce SUM of 64 float32 over world`; empty if unknown."""
     code: Code | None
     """Line of the trainer that waits."""
     text: str
@@ -32,7 +34,14 @@ class Waiting(NamedTuple):
     def clause(self) -> str:
         """Rank, collective and line in words."""
         where = f" at {self.code.file}:{self.code.line}, `{self.text}`" if self.code else ""
-        return f"rank {self.rank} waits in {self.collective or 'no collective'}{where}"
+        if self.code is None and not self.issued:
+            return f"rank {self.rank} waits for the others in the suite's own code"
+        waits = f"waits in {self.collective}" if self.collective else "waits in no collective"
+        if self.issued and self.collective:
+            waits = f"waits in {self.issued.partition(' in ')[0]}"
+        elif self.issued:
+            where += f", after {self.issued}"
+        return f"rank {self.rank} {waits}{where}"
 
 
 def place_of_hang(failure: Failure, ranks: Ranks) -> Location | None:
@@ -40,7 +49,7 @@ def place_of_hang(failure: Failure, ranks: Ranks) -> Location | None:
 
     None if the ranks have left no stacks.
     """
-    waiting = list(_waiting(failure.details))
+    waiting = waiting_ranks(failure)
     if not waiting:
         return None
     places = Counter((each.collective, each.code) for each in waiting)
@@ -62,17 +71,36 @@ def place_of_hang(failure: Failure, ranks: Ranks) -> Location | None:
     )
 
 
-def _waiting(details: str) -> Iterator[Waiting]:
-    """Yield the ranks of a report on a failed run, with the innermost frames of each."""
-    starts = [*_RANK.finditer(details)]
-    for number, start in enumerate(starts):
-        end = starts[number + 1].start() if number + 1 < len(starts) else len(details)
-        frames = _FRAME.findall(details[start.end() : end])
-        issued = [function for file, _, function in frames if file.endswith(_ISSUER)]
-        own = next(((file, int(line), function) for file, line, function in frames if not is_foreign(file)), None)
-        code, text = None, ""
-        if own is not None:
-            file, line, function = own
-            code = Code(file=readable_path(file), line=line, function=function)
-            text = linecache.getline(str(Path(file)), line).strip()
-        yield Waiting(int(start[1]), issued[0] if issued else "", code, text)
+def waiting_ranks(failure: Failure) -> list[Waiting]:
+    """Return where each rank of a failed run was that has left a stack or a traceback."""
+    starts, details = [*_RANK.finditer(failure.details)], failure.details
+    ends = [*(start.start() for start in starts), len(details)][1:]
+    frames = {
+        int(start[1]): _frames(details[start.end() : end]) for start, end in zip(starts, ends, strict=bool(starts))
+    }
+    return [_waiting(rank, found, failure) for rank, found in frames.items() if found]
+
+
+def _frames(text: str) -> list[tuple[str, int, str]]:
+    """Return file, line and function of each frame of a rank's section, the innermost first."""
+    is_traceback = "Traceback (most recent call last)" in text
+    frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
+    return frames[::-1] if is_traceback else frames
+
+
+def _waiting(rank: int, frames: Sequence[tuple[str, int, str]], failure: Failure) -> Waiting:
+    issued = [function for file, _, function in frames if file.endswith(_ISSUERS)]
+    own = next((frame for frame in frames if not is_foreign(frame[0]) and not is_suites_loop(frame[0])), None)
+    last = failure.collectives[rank] if rank < len(failure.collectives) else ""
+    code, text = None, ""
+    if own is not None:
+        file, line, function = own
+        code = Code(file=readable_path(file), line=line, function=function)
+        text = linecache.getline(file, line).strip()
+    return Waiting(rank, issued[0] if issued else "", last, code, text)
+
+
+def is_suites_loop(file: str) -> bool:
+    """Return whether a file, as `readable_path` returns it or not, is of the suite's part that runs other trainers."""
+    path = PROJECT / file
+    return path.is_relative_to(PACKAGE / "subjects") and not path.is_relative_to(PACKAGE / "subjects" / "shipped")

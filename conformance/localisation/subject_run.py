@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+import torch
 from msgspec.structs import replace as with_fields
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,6 +21,7 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.localisation import states
 from conformance.localisation.equality import multiple
 from conformance.localisation.expected import ExpectedStep, PlaceRule
+from conformance.localisation.formulas import weights_by_step
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, shards_of, wrong_shards
@@ -116,11 +118,11 @@ class SubjectRun(TappedRun):
             yield self.wrong_state(wrong, "initial values", "initial value", called=called)
 
     def _uninitialised(self) -> Location | None:
-        sentinels = self.evidence.reference.facts.sentinels
+        reference = self.evidence.reference.facts
         left: dict[str, dict[int, int]] = {}
         for facts in self.record.ranks:
             for name, elements in facts.uninitialised.items():
-                if elements > sentinels.get(name, 0):
+                if elements > reference.meant(name, init=self._cell.init):
                     left.setdefault(name, {})[facts.rank] = elements
         if not left:
             return None
@@ -178,7 +180,11 @@ class SubjectRun(TappedRun):
             before = partial(self.shards, f"after{saved}/{kind}/")
             order = [*self.record.parameters]
             wrong = wrong_shards(self.ranks, partial(self.shards, f"resumed/{kind}/"), before, order=order)
-            yield self.wrong_state(wrong, "resumed state", f"restored {kind}", step=saved + 1)
+            others = {}
+            if wrong and kind == "parameter":
+                initial = self.shards("initial/parameter/", wrong.first.rank).get(wrong.first.name)
+                others = {} if initial is None else {"its initial value, so that nothing was loaded": initial}
+            yield self.wrong_state(wrong, "resumed state", f"restored {kind}", step=saved + 1, others=others)
 
     def expected(self, step: int) -> ExpectedStep:
         """Return a step in one process, from the weights with which the step of the run began."""
@@ -280,6 +286,35 @@ class SubjectRun(TappedRun):
             wrong=names,
         )
 
+    def reduced_again(self, place: Location) -> str:
+        """Return a sentence about a wrong gradient that the run has summed over ranks once more; empty if it has not.
+
+        It is the sum of the shards of the ranks that shard its parameter.
+        """
+        kind = "clipped" if place.stage == "clipping" else "gradient"
+        parameter = self.record.ranks[0].parameters.get(place.name)
+        groups = [group for group in parameter.shard_ranks if len(group) > 1] if parameter else []
+        expected = self.expected(place.step or 0).gradients.get(place.name)
+        if not groups or expected is None:
+            return ""
+        shards = [shards_of(self.record, {place.name: expected}, rank)[place.name] for rank in groups[0]]
+        measured = self.shards(f"step{place.step or 0}/{kind}/", 0).get(place.name)
+        if measured is None or len({tuple(each.shape) for each in (*shards, measured)}) > 1:
+            return ""
+        if multiple(measured, torch.stack(shards).sum(0)) is None or multiple(measured, shards[0]) is not None:
+            return ""
+        return f"the gradient of {place.name}, which FSDP has reduced, is summed over ranks once more"
+
+    def line_of_sum(self, place: Location) -> Code | None:
+        """Return the line that issues the last all-reduce of as many elements as a rank holds of a gradient."""
+        trace, numel = self.traces[0], self.record.ranks[0].parameters[place.name].local_numel
+        found = [
+            index
+            for index, each in enumerate(self.collectives(0))
+            if (each.step, each.kind, each.numel) == (place.step, "all_reduce", numel) and index < len(trace.issued)
+        ]
+        return trace.code(trace.issued[found[-1]]) if found else None
+
     def _updated(self, step: int, update: Update) -> Location | None:
         found = super()._updated(step, update)
         if found is None or found.name in self.record.ranks[found.ranks[0]].held:
@@ -333,10 +368,7 @@ class SubjectRun(TappedRun):
     @cached_property
     def _expected_in(self) -> Path:
         """Directory of the steps as one process computes them."""
-        aliases, tensors = self.evidence.reference.facts.aliases, {}
-        for step in range(len(self.record.cell.accumulation)):
-            for name, tensor in assembled(self.record, f"step{step}/parameter/").items():
-                tensors[f"step{step}/{aliases.get(name, name)}"] = tensor
+        tensors = weights_by_step(self.record, self.evidence.reference.facts.aliases)
         with tempfile.TemporaryDirectory() as directory:
             weights = Path(directory) / "weights.safetensors"
             write_tensors(weights, tensors)

@@ -91,9 +91,12 @@ class Matrix:
         """Return the ids of the laws of any trainer, in order."""
         return tuple(self.trainer_scopes)
 
-    def trainer_cases(self, trainer: str, *, only: Selection | None = None) -> tuple[Case, ...]:
-        """Return the cases of another trainer: of each cell of `TRAINER_CELLS` those of all laws that hold there."""
-        cells = [cell for cell in TRAINER_CELLS if only is None or only(cell)]
+    def trainer_cases(self, trainer: str, *, only: Selection | None = None, is_fast: bool = False) -> tuple[Case, ...]:
+        """Return the cases of another trainer: of each of its cells those of all laws that hold there.
+
+        The cells are `TRAINER_CELLS`, or `FAST_CELLS` of a fast session.
+        """
+        cells = [cell for cell in (FAST_CELLS if is_fast else TRAINER_CELLS) if only is None or only(cell)]
         return tuple(case for cell in cells for case in self.cases_on(cell, trainer=trainer))
 
     def cases_on(self, cell: Cell, *, trainer: str | None = None) -> tuple[Case, ...]:
@@ -224,7 +227,22 @@ TRAINER_CELLS = tuple(
 )
 """All cells of the profile, in the order in which they are run."""
 FAULT_CELLS = tuple(cell for cell in TRAINER_CELLS if cell == Cell(mesh=cell.mesh, init="full"))
-"""The plain cell of each mesh, on which faults are injected to see whether the laws see them."""
+"""The plain cell of each mesh, the first on which faults are injected to see whether the laws see them."""
+_FAST = (
+    {"accumulation": 2, "batches": "uneven"},
+    {"init": "meta"},
+    {"tied_embeddings": True},
+    {"saved_on": "same"},
+    {"precision": "bf16-mp"},
+    {"mesh": "hsdp2x2", "accumulation": 2, "batches": "uneven"},
+    {"mesh": "dp2-tp2", "accumulation": 2, "batches": "uneven"},
+)
+FAST_CELLS = tuple(cell for cell in TRAINER_CELLS if cell in [Cell(**{"init": "full"} | options) for options in _FAST])
+"""Cells of a fast session.
+
+Each of the wrong functions in tests/support/subject_models.py fails on one of them. Accumulated steps, plain ones in
+between, and ranks with unequal numbers of samples are in one cell of each mesh.
+"""
 _VALUES = {name: {getattr(cell, name) for cell in TRAINER_CELLS} for name in axis_names()}
 
 

@@ -12,6 +12,7 @@ from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import TRAINER_CELLS, Case, Matrix, is_trainer_cell
 from conformance.plan.mesh import AxisError
 from conformance.project import LAWS_DIRECTORY, module_of
+from conformance.report.causes import causal_position
 from reference_trainer.checks import UsageError
 
 _FIRST = ("ENV-1", "ENV-2", "ENV-3", "ENV-4")
@@ -71,7 +72,8 @@ class RunOrder:
     """Order of cases: preconditions first, then the widest worlds; cases of a mesh and of a cell stay together.
 
     Within a mesh the slowest cells come first, by their seconds in the lock file of the matrix, so that workers end
-    together; where few ranks are warm at once, `kind` groups cells whose ranks can be the same processes.
+    together; where few ranks are warm at once, `kind` groups cells whose ranks can be the same processes. Laws of any
+    trainer come in the order of causes.
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class RunOrder:
         longest_first = sorted(cells, key=lambda cell: -seconds.get(cell, 0.0))
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
 
-    def key(self, case: Case | None) -> tuple[bool, int, str, str, int, str]:
+    def key(self, case: Case | None) -> tuple[bool, int, str, str, int, int, str]:
         """Return the sort key of a case; None, an item that is no case, comes last."""
         if case is None:
-            return True, 0, "", "", 0, ""
+            return True, 0, "", "", 0, 0, ""
         cell = case.cell
-        return case.law not in _FIRST, -cell.world_size, cell.mesh, self._kind(cell), self._rank[cell.id], case.law
+        place = -cell.world_size, cell.mesh, self._kind(cell), self._rank[cell.id]
+        return case.law not in _FIRST, *place, causal_position(case.law), case.law
 
 
 def repeat_command(path: Path, name: str, options: Sequence[str], *, directory: Path) -> str:

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from msgspec.structs import asdict, replace
 
-from conformance.judge.verdicts import CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.judge.verdicts import BAD, CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.pytest_plugin.causing import trainer_causes
 from conformance.pytest_plugin.locating import has_located, locations
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles, name_suite
 from conformance.pytest_plugin.setup import SessionSetup
@@ -27,6 +28,7 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
+from conformance.torch_release import untried
 from reference_trainer.checks import UsageError
 
 
@@ -114,10 +116,11 @@ class Controller:
                 self._setup.matrix, self._setup.profile_name, self._results.values(), seed=self._setup.seed
             ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
+            accepted=self._setup.accepted,
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             report = self._with_smallest(self._with_trainer(report), session.config)
-            report = self._with_locations(report, session.config)
+            report = self._with_causes(self._with_locations(report, session.config))
         cells = cell_facts(self._setup.store.directory, session=self._header.session)
         self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
@@ -136,7 +139,8 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
+        told = annotations(self._report, is_asked=terminalreporter.config.option.annotations)
+        for line in [*told, *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
@@ -155,7 +159,7 @@ class Controller:
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
         explanations = explain(report)
-        if self._setup.shrink_s <= 0 or not has_combined(self._setup, explanations):
+        if report.trainer is not None or self._setup.shrink_s <= 0 or not has_combined(self._setup, explanations):
             return report
         _announce(config, f"searching the smallest failing cells (at most {self._setup.shrink_s:g} s, see --shrink)")
         try:
@@ -180,6 +184,24 @@ class Controller:
         ended = traceback.format_exception_only(error)[0].splitlines()[0]
         self._search_failures.append(f"not all first wrong places: {ended}; report.json has the traceback")
         return replace(report, locations=found, location_failure="".join(traceback.format_exception(error)))
+
+    def _with_causes(self, report: Report) -> Report:
+        """Return the report with the first causes of another trainer's failures, and the first error of their search.
+
+        They are searched for within the time for first wrong places, in which those are found before.
+        """
+        if report.trainer is None or not any(case.verdict in BAD for case in report.cases):
+            return report
+        try:
+            causes, error = trainer_causes(self._setup, report)
+        except (KeyboardInterrupt, Exception) as raised:
+            causes, error = [], raised
+        if error is None:
+            return replace(report, causes=causes)
+        ended = traceback.format_exception_only(error)[0].splitlines()[0]
+        self._search_failures.append(f"not all first causes: {ended}; report.json has the traceback")
+        failure = report.location_failure or "".join(traceback.format_exception(error))
+        return replace(report, causes=causes, location_failure=failure)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
@@ -251,6 +273,7 @@ def _trainer_session() -> ModuleType:
 
 def _header(setup: SessionSetup) -> Header:
     machine = setup.machine
+    warning = untried(machine.torch_version) if setup.trainer is not None else ""
     return Header(
         session=setup.name,
         profile=setup.profile_name,
@@ -260,5 +283,9 @@ def _header(setup: SessionSetup) -> Header:
         matrix_digest=setup.matrix.digest,
         defect=setup.defect,
         selection=setup.selection,
-        environment={**environment_facts(machine.hardware), "max_world_size": machine.max_world_size},
+        environment={
+            **environment_facts(machine.hardware),
+            "max_world_size": machine.max_world_size,
+            **({"untried_torch": warning} if warning else {}),
+        },
     )

@@ -60,6 +60,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "with --subject: do not test whether the laws see faults in the trainer's steps",
     },
+    "--fast": {"action": "store_true", "help": "with --subject: only the cells that show most; no faults"},
+    "--accepted": {"metavar": "FILE", "help": "with --subject: failures that are accepted until a day"},
+    "--annotations": {"action": "store_true", "help": "print annotations for GitHub Actions elsewhere, too"},
     "--deadline": {
         "type": float,
         "metavar": "SECONDS",

@@ -1,7 +1,7 @@
 """Pytest plugin, installed as an entry point: activation where laws are collected.
 
-Every pytest session of an environment with the suite loads this module. So it imports nothing heavy, and adds nothing,
-not even an option, unless the session's arguments may lead to the laws.
+Every pytest session of an environment with the suite loads this module. So it imports nothing heavy, and adds nothing
+but the options `--conformance-...`, unless the session's arguments may lead to the laws.
 """
 
 import os
@@ -25,6 +25,25 @@ _DEVICES_PER_WORKER = 2  # the smallest worlds that communicate have two ranks
 _MAX_WORKERS = 8
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options with which a project's session judges the project's own trainers."""
+    group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
+    group.addoption(
+        "--conformance-subject",
+        action="append",
+        metavar="TRAINER",
+        help="judge FILE.py[:NAME], MODULE:NAME or a name of `conformance judge --list`, an item for each law and cell",
+    )
+    group.addoption("--conformance-fast", action="store_true", help="only the cells that show most, and no faults")
+    group.addoption("--conformance-accepted", metavar="FILE", help="failures that are accepted until a day (YAML)")
+    group.addoption(
+        "--conformance-report-dir",
+        metavar="DIR",
+        default="conformance-report",
+        help="where a report of each trainer goes (default: %(default)s)",
+    )
+
+
 @pytest.hookimpl(trylast=True)  # after conftest files, which may have claimed options too
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> None:
     """Add the options of the suite if the arguments may lead to the laws.
@@ -45,6 +64,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 @pytest.hookimpl(tryfirst=True)  # before pytest's own junitxml, which reads an option set here
 def pytest_configure(config: pytest.Config) -> None:
     """Start a session of the suite if the arguments lead to the laws; raises pytest.UsageError if options clash."""
+    if config.option.conformance_subject:
+        from conformance.pytest_plugin.guests import start_guests
+
+        start_guests(config)
     if not _collects_laws(config):
         return
     # Not at the top, see above.

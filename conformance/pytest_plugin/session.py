@@ -225,7 +225,7 @@ class Session:
             setup.store,
             machine=setup.machine,
             profile=setup.profile,
-            waivers=setup.waivers,
+            waivers=setup.known_failures,
             drift=setup.baseline.judge if setup.baseline else None,
         )
         _tell_pytest(item.judged)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from conformance.defects.catalogue import require_known
+from conformance.judge.accepted import AcceptedFailure, load_accepted
 from conformance.judge.support import Machine
-from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
+from conformance.judge.waivers import KnownFailure, Waiver, expired_warning, profile_waivers
 from conformance.numerics.arithmetic import Arithmetic
 from conformance.plan.content import Profile
 from conformance.plan.lock import parse_budget
@@ -52,6 +53,8 @@ class SessionSetup:
     profile: Profile
     cases: tuple[Case, ...]
     waivers: list[Waiver]
+    accepted: list[AcceptedFailure]
+    """Failures that the owner of another trainer accepts."""
     expired_waivers: str
     """Warning of one line about waivers that have expired; empty if none has."""
     seed: int
@@ -71,6 +74,11 @@ class SessionSetup:
     """Time to search for the smallest failing cells, in seconds; none if not positive."""
     explain_s: float
     """Time to search for the first wrong places of failures, in seconds; none if not positive."""
+
+    @property
+    def known_failures(self) -> list[KnownFailure]:
+        """Failures that are excused: those that an owner accepts, then those of torch."""
+        return [*self.accepted, *self.waivers]
 
     @property
     def machine(self) -> Machine:
@@ -104,7 +112,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
         budget_s = parse_budget(option.budget) if option.budget is not None else None
         trainer = known_trainers.name_of(option.subject) if subject else None
         if trainer is not None:
-            planned = matrix.trainer_cases(trainer, only=selection)
+            planned = matrix.trainer_cases(trainer, only=selection, is_fast=option.fast)
         else:
             planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
         if not planned and selection is not None:
@@ -114,7 +122,11 @@ def read_options(config: pytest.Config) -> SessionSetup:
         cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
-        waivers, expired = profile_waivers(file, matrix, profile, today=datetime.date.today())
+        today = datetime.date.today()
+        waivers, expired = profile_waivers(file, matrix, profile, today=today)
+        accepted: list[AcceptedFailure] = []
+        if option.accepted:
+            accepted = load_accepted(Path(option.accepted), matrix.trainer_cases(trainer or ""), today=today)
         return SessionSetup(
             name=name,
             is_controller=not hasattr(config, "workerinput"),
@@ -126,6 +138,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             profile=profile,
             cases=parse_shard(option.shard).of(cases) if option.shard else cases,
             waivers=waivers,
+            accepted=accepted,
             expired_waivers=expired_warning(expired),
             seed=option.seed,
             defect=defect,
@@ -142,7 +155,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 hardware=hardware,
             ),
             repro_options=tuple(_repro_options(option, defect)),
-            faults=not option.no_faults,
+            faults=not (option.no_faults or option.fast),
             shrink_s=option.shrink,
             explain_s=option.explain,
         )
@@ -167,7 +180,8 @@ def _selection(config: pytest.Config) -> str:
     collected = LAWS_DIRECTORY / "trainers" if option.subject else LAWS_DIRECTORY
     arguments = [] if any(_leads_to(collected, argument) for argument in config.args) else list(config.args)
     chosen = [word for name, values in given.items() for value in values if value for word in (name, str(value))]
-    return shlex.join([*arguments, *chosen, *(["--lf"] if getattr(option, "lf", False) else [])])
+    flags = ["--fast"] * bool(option.fast) + ["--lf"] * bool(getattr(option, "lf", False))
+    return shlex.join([*arguments, *chosen, *flags])
 
 
 def _leads_to(laws: Path, argument: str) -> bool:
@@ -197,6 +211,8 @@ def _require_no_other_data(option: Any) -> None:
     unfit = [name for name, is_given in given.items() if is_given]
     if option.subject and unfit:
         raise UsageError(f"--subject has a profile and data of its own: leave out {', '.join(unfit)}")
+    if not option.subject and (option.fast or option.accepted):
+        raise UsageError("--fast and --accepted are for other people's trainers: name one with --subject")
 
 
 def _hardware(config: pytest.Config) -> Hardware:

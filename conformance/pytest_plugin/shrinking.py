@@ -164,7 +164,7 @@ def session_judge(setup: SessionSetup) -> Judge:
             setup.store.within(limit_s),
             machine=setup.machine,
             profile=setup.profile,
-            waivers=setup.waivers,
+            waivers=setup.known_failures,
         )
 
     return judge_within

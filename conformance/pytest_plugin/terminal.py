@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from conformance.judge.judge import Judged
-from conformance.judge.verdicts import Verdict
+from conformance.judge.verdicts import BAD, Verdict
 from conformance.outcomes import CellFailed
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -69,7 +69,12 @@ class EndsWorkers:
 
 
 def is_summarized(judged: Judged) -> bool:
-    """Return whether the summary explains a failed case: a comparison has no traceback worth showing."""
+    """Return whether the summary explains a failed case: a comparison has no traceback worth showing.
+
+    The traceback of another trainer is in the summary, the stacks of its ranks are in a file.
+    """
+    if judged.case.trainer is not None:
+        return judged.verdict in BAD and judged.verdict != Verdict.ERROR
     return judged.verdict in (Verdict.FAIL, Verdict.UNEXPECTED_PASS) and not isinstance(judged.error, CellFailed)
 
 

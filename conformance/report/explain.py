@@ -7,9 +7,7 @@ told together.
 """
 
 import itertools
-import math
 import re
-import statistics
 import textwrap
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -26,7 +24,9 @@ from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import Cell, axis_names, cell_from_id
 from conformance.plan.mesh import AxisError
 from conformance.plan.selection import Facts, parse
+from conformance.report.causes import Cause, in_causal_order
 from conformance.report.location import Location
+from conformance.report.ratios import MESH_SIZES, RATIO_SPREAD, are_equal, common_ratio, plausible_names, ratio_names
 from conformance.report.schema import CaseResult, Report, Smallest
 from conformance.report.wording import counted, derivation_text, is_outside, spelled, terms_text, value_text
 
@@ -37,9 +37,6 @@ _MAX_REASON = 300
 """Longest reason that is shown in full: a reason may name every tensor of a model."""
 _MAX_DEFECTS = 5
 """Number of known faults that are named: a failure that fits more of them is explained by none."""
-_RATIO_SPREAD = 0.01
-"""Largest relative difference of two ratios that count as equal."""
-_MESH_SIZES = ("dp_shard", "dp_replicate", "tp", "pp", "dp", "world")
 _PASSED = (Verdict.PASS, Verdict.QUALITY_WARNING)
 _JUDGED = (*_PASSED, Verdict.FAIL, Verdict.TIMEOUT)
 _TENSOR = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
@@ -74,6 +71,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Explanations of further laws in which results are off by the same size."""
     same_place: "list[Explanation]" = []
     """Further explanations with the same first wrong place."""
+    cause: Cause | None = None
+    """First cause, for another trainer: `cases` are those of all laws that fail because of it."""
 
     @property
     def first(self) -> CaseResult:
@@ -98,8 +97,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def short_reason(self) -> str:
-        """Reason of the first case in one line, shortened if it is long."""
-        return textwrap.shorten(self.first.reason, _MAX_REASON, placeholder=" ... (see report.html)")
+        """Cause, or reason of the first case, in one line, shortened if it is long."""
+        reason = self.cause.sentence if self.cause else self.first.reason
+        return textwrap.shorten(reason, _MAX_REASON, placeholder=" ... (see report.html)")
 
     @property
     def details(self) -> list[str]:
@@ -122,6 +122,39 @@ def explain(report: Report) -> list[Explanation]:
     """
     if not any(_has_failed(case) for case in report.cases):
         return []
+    if report.trainer is not None:
+        return list(_for_trainer(report))
+    return _by_law(report)
+
+
+def _for_trainer(report: Report) -> Iterator[Explanation]:
+    """Yield the causes of failures of another trainer, and the failures on each cell of which no cause is known."""
+    causes = {cell: cause for cause in report.causes for cell in cause.cells}
+    failed = [case for case in report.cases if case.verdict in BAD]
+    locations = {found.cell: found for found in report.locations}
+    groups = _by_key(failed, lambda case: causes[case.cell].cells[0] if case.cell in causes else case.cell)
+    for group in sorted(groups, key=lambda group: -len({case.cell for case in group})):
+        cause = causes.get(group[0].cell)
+        cells = cause.cells if cause else [group[0].cell]
+        ordered = [case for cell in cells for case in in_causal_order(case for case in group if case.cell == cell)]
+        yield Explanation(
+            cases=ordered,
+            law=ordered[0].law,
+            tensor="",
+            ratio=None,
+            ratio_names=[],
+            shared={},
+            defects=[],
+            smallest=None,
+            location=next((locations[cell] for cell in cells if cell in locations), None),
+            cause=cause,
+        )
+    drifted = [case for case in report.cases if case.verdict not in BAD]
+    yield from _by_law(replace(report, cases=drifted)) if any(map(_has_failed, drifted)) else ()
+
+
+def _by_law(report: Report) -> list[Explanation]:
+    """Return the causes of the failures of the reference trainer's laws, or drifts."""
     facts = _known_facts(report.cases)
     failures = [_Failure(case, facts.get(case.cell)) for case in report.cases if _has_failed(case)]
     passing: dict[str, list[Facts]] = defaultdict(list)
@@ -148,8 +181,10 @@ def summary(explanations: Sequence[Explanation]) -> str:
     drifted = _cases_text([each for each in explanations if each.is_drift])
     if not failed:
         return drifted
+    causes = sum(each.cause is not None for each in failed)
+    told = f"{counted(causes, 'first cause')} of " if causes == len(failed) else ""
     also = f"; besides, {drifted} drifted from the baseline" if len(failed) < len(explanations) else ""
-    return f"{_cases_text(failed)}{_common_ratio_text(failed)}{_common_place_text(failed)}{also}"
+    return f"{told}{_cases_text(failed)}{_common_ratio_text(failed)}{_common_place_text(failed)}{also}"
 
 
 def smallest_text(smallest: Smallest) -> str:
@@ -241,8 +276,8 @@ def _explanation(
         cases=[failure.case for failure in ordered],
         law=", ".join(laws),
         tensor=_common_pattern([failure.tensor for failure in ordered]),
-        ratio=_common_ratio([failure.ratio for failure in ordered]),
-        ratio_names=_plausible_names(_common([failure.ratio_names for failure in ordered]), passed),
+        ratio=common_ratio([failure.ratio for failure in ordered]),
+        ratio_names=plausible_names(_common([failure.ratio_names for failure in ordered]), passed),
         shared=_shared_values([failure.facts for failure in failures if failure.facts], passed),
         defects=_fitting_faults(faults, {failure.case.id for failure in failures}),
         smallest=next((smallest[failure.case.id] for failure in failures if failure.case.id in smallest), None),
@@ -280,11 +315,11 @@ def _most_of_one_ratio(failures: Sequence[_Failure]) -> list[_Failure]:
     ordered = sorted(ratios)
 
     def frequency(number: float) -> int:
-        spread = _RATIO_SPREAD * abs(number)
+        spread = RATIO_SPREAD * abs(number)
         return bisect_left(ordered, number + spread) - bisect_right(ordered, number - spread)
 
     number = max(ratios, key=frequency)
-    numbered = [failure for failure, ratio in zip(failures, ratios, strict=True) if _are_equal(ratio, number)]
+    numbered = [failure for failure, ratio in zip(failures, ratios, strict=True) if are_equal(ratio, number)]
     return max([*by_name.values(), numbered], key=len)
 
 
@@ -334,44 +369,6 @@ def _common_pattern(patterns: Sequence[str]) -> str:
     return ".".join(common) if set(common) != {"*"} else ""
 
 
-# Ratios: sizes of the mesh, their inverses and square roots
-
-
-def ratio_names(ratio: float, facts: Facts) -> list[str]:
-    """Return the names of all factors that a ratio equals in a cell: `dp_shard`, `1/dp`, `sqrt(tp)`, `1/sqrt(tp)`."""
-    return [name for name, factor in _factors(facts).items() if _are_equal(ratio, factor)]
-
-
-def _factors(facts: Facts) -> dict[str, float]:
-    """Return the factors by name for each size of a cell that is not 1."""
-    sizes = {name: float(facts[name]) for name in (*_MESH_SIZES, "accumulation") if facts[name] != 1}
-    roots = {f"sqrt({name})": math.sqrt(size) for name, size in sizes.items()}
-    inverses, inverse_roots = ({f"1/{name}": 1 / size for name, size in each.items()} for each in (sizes, roots))
-    return {**sizes, **inverses, **roots, **inverse_roots}
-
-
-def _plausible_names(names: Sequence[str], passing: Sequence[Facts]) -> list[str]:
-    """Return the names whose size is 1 in all cells on which the law passes: a fault in a larger one would show there.
-
-    All names if none is left, since the fault may also depend on something else.
-    """
-    passed = {name for facts in passing for name in _factors(facts)} if names else set()
-    return [name for name in names if name not in passed] or list(names)
-
-
-def _are_equal(ratio: float, number: float) -> bool:
-    return abs(ratio - number) < _RATIO_SPREAD * abs(number)
-
-
-def _common_ratio(ratios: Sequence[float | None]) -> float | None:
-    """Return the median of ratios that are all equal; None if they are not, or if one is unknown."""
-    known = [ratio for ratio in ratios if ratio is not None]
-    if len(known) < len(ratios):
-        return None
-    median = statistics.median(known)
-    return median if max(known) - min(known) < _RATIO_SPREAD * abs(median) else None
-
-
 def _common(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the words of the first list that all others have."""
     return [word for word in lists[0] if all(word in words for words in lists)]
@@ -391,7 +388,7 @@ def _shared_values(failing: Sequence[Facts], passing: Sequence[Facts]) -> dict[s
 
 def _telling_size(failing: Sequence[Facts], passing: Sequence[Facts]) -> dict[str, str]:
     """Return the values of the first size of the mesh of which no passing cell has one."""
-    for name in _MESH_SIZES:
+    for name in MESH_SIZES:
         values = {facts[name] for facts in failing}
         if not values & {facts[name] for facts in passing}:
             return {name: " or ".join(map(spelled, sorted(values)))}
@@ -460,6 +457,9 @@ def _fitting_faults(faults: Iterable[_KnownFault], cases: set[str]) -> list[str]
 
 def _details(explanation: Explanation) -> Iterator[str]:
     """Yield the lines of `Explanation.details`."""
+    if explanation.cause is not None:
+        yield from _cause_lines(explanation, explanation.cause)
+        return
     yield from _location_lines(explanation)
     if explanation.smallest:
         yield smallest_text(explanation.smallest)
@@ -475,6 +475,20 @@ def _details(explanation: Explanation) -> Iterator[str]:
     if explanation.defects:
         yield f"known faults with this signature: {', '.join(explanation.defects)}"
     yield from _bound_lines(explanation.first)
+
+
+def _cause_lines(explanation: Explanation, cause: Cause) -> Iterator[str]:
+    """Yield the place of a cause, its cells, the first law that sees it and those that follow."""
+    if cause.where:
+        yield f"where: {cause.where}"
+    yield f"on {cause.on}"
+    if not cause.log and explanation.first.reason not in cause.sentence:
+        reason = textwrap.shorten(explanation.first.reason, _MAX_REASON, placeholder=" ...")
+        yield f"first seen by {explanation.first.law}: {reason}"
+    if cause.consequences:
+        yield cause.consequences
+    if cause.log:
+        yield f"output of all ranks: {cause.log}"
 
 
 def _location_lines(explanation: Explanation) -> Iterator[str]:
@@ -515,7 +529,7 @@ def _common_ratio_text(failed: Sequence[Explanation]) -> str:
     is_all = len(failed) == 1 and not failed[0].same_place
     number = "all" if is_all else str(sum(len(each.cases) for each in first))
     names = _common([each.ratio_names for each in first])
-    return f"; in {number} of them {_ratio_text(_common_ratio([each.ratio for each in first]), names)}"
+    return f"; in {number} of them {_ratio_text(common_ratio([each.ratio for each in first]), names)}"
 
 
 def _common_place_text(failed: Sequence[Explanation]) -> str:

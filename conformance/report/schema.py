@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from conformance.judge.accepted import AcceptedFailure
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage
+from conformance.report.causes import Cause
 from conformance.report.facts import CellFacts
 from conformance.report.location import Location
 from conformance.report.trainer import TrainerFacts
@@ -126,8 +128,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
     locations: list[Location] = []
     """First wrong places that were searched for after the last case, at most one for each cause."""
+    causes: list[Cause] = []
+    """First causes of the failures of another trainer, one for each cell with failures; those of most cells first."""
     trainer: TrainerFacts | None = None
     """Another trainer that was judged; None for the reference trainer."""
+    accepted: list[AcceptedFailure] = []
+    """Failures of another trainer that its owner accepts, as the session has read them."""
     search_failure: str = ""
     """Traceback of the error that ended the search for smallest cells; empty if it was completed."""
     location_failure: str = ""

@@ -1,20 +1,23 @@
 """End of a session in words: for a terminal, as markdown for the summary of a CI job, as annotations for GitHub."""
 
 import os
+import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 from tabulate import tabulate
 
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict
 from conformance.numerics.arithmetic import OWN, Arithmetic
+from conformance.plan.matrix import FAST_CELLS, TRAINER_CELLS, TRAINERS
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
 from conformance.report.schema import CaseResult, Report
-from conformance.report.trainer import trainer_lines
+from conformance.report.trainer import judged_line, trainer_lines
 from conformance.report.wording import counted
 
 _OUTCOMES = {
@@ -39,6 +42,10 @@ class Headline(msgspec.Struct, frozen=True):
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]
     """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
+    judged: str
+    """Clause about another trainer: its judged ingredients, and those of the suite; empty for the reference trainer."""
+    warning: str
+    """Sentence about a version of torch that was never tried, or empty."""
     nothing_about: str
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
@@ -46,7 +53,7 @@ class Headline(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """Outcome, restrictions and subject in one line."""
         restricted = f" ({'; '.join(self.restrictions)})" if self.restrictions else ""
-        return f"{self.outcome}{restricted}: {self.subject}"
+        return f"{self.outcome}{restricted}: {'; '.join(filter(None, [self.judged, self.subject]))}"
 
 
 def headline(report: Report) -> Headline:
@@ -55,6 +62,8 @@ def headline(report: Report) -> Headline:
         outcome=_OUTCOMES.get(report.exit_code, f"ENDED WITH EXIT STATUS {report.exit_code}"),
         subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
+        judged=judged_line(report.trainer) if report.trainer else "",
+        warning=report.environment.get("untried_torch", ""),
         nothing_about=_nothing_about(report),
     )
 
@@ -63,6 +72,8 @@ def restrictions(report: Report) -> Iterator[str]:
     """Yield the reasons why a report does not tell the outcome of its profile on an unchanged product."""
     if report.selection:
         yield f"only {report.selection}"
+    if report.profile == TRAINERS and "--fast" in shlex.split(report.selection):
+        yield f"{len(FAST_CELLS)} of {len(TRAINER_CELLS)} cells, nothing about offloading, no fault tried"
     if report.defect:
         yield f"defect {report.defect} injected"
     arithmetic = msgspec.convert(report.environment.get("hardware", {}).get("arithmetic", {}), Arithmetic)
@@ -77,40 +88,71 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     """
     head = headline(report)
     yield head.line
+    if head.warning:
+        yield f"warning: {head.warning}"
     if head.nothing_about:
         yield head.nothing_about
     if not report.planned:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
     yield from _failures(explain(report))
-    yield f"\n{_law_table(report, table_format='simple')}\n"
+    table = _cell_table if report.trainer else _law_table
+    yield f"\n{table(report, table_format='simple')}\n"
     yield from (*_not_judged(report), *_scope(report))
     yield from _exposed_communication(report)
     wait_s = sum(case.wait_s for case in report.cases)
     if wait_s >= _MIN_WAIT_S:
         yield f"cases waited {wait_s:.0f} s in total for devices, processors or another worker's run"
-    yield f"\n{head.outcome}: {_ending(report)}; {place}"
+    yield f"\n{head.outcome}: {'; '.join(filter(None, [head.judged, _ending(report), place]))}"
 
 
 def markdown(report: Report) -> str:
     """Return the end of a session as markdown for the readers of a pull request: failures come first."""
     head = headline(report)
-    blocks = [f"## {head.line}", _plain(head.nothing_about), _ending(report)]
-    blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
+    blocks = [f"## {head.line}", _plain(head.warning), _plain(head.nothing_about), _ending(report)]
+    blocks += [*_failures_in_markdown(explain(report))]
+    blocks.append((_cell_table if report.trainer else _law_table)(report, table_format="github"))
     if report.trainer:
         blocks.append(f"### Trainer {_plain(report.trainer.name)}")
     blocks.append("\n".join(f"- {_plain(line)}" for line in [*_not_judged(report), *_scope(report)]))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def annotations(report: Report) -> list[str]:
-    """Return a line for each cause of failures, those of most cases first; none outside of GitHub Actions.
+def short_markdown(report: Report) -> str:
+    """Return the outcome as markdown for the summary of a job: a table of causes, or one line if all laws hold."""
+    head = headline(report)
+    explanations = explain(report)
+    rows = [
+        [
+            f"`{each.first.law}`",
+            f"{counted(each.case_count, 'case')}, `{each.first.cell}`",
+            _plain(each.short_reason).replace("|", r"\|"),
+            ":".join(_owners_line(each, report).values()),
+        ]
+        for each in explanations[:MAX_EXPLANATIONS]
+    ]
+    table = tabulate(rows, headers=["law", "cells", "reason", "line"], tablefmt="github") if rows else ""
+    seen = report.trainer.seen if report.trainer else ""
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in report.verdicts.items())
+    blocks = [
+        f"## {_plain(head.line)}",
+        _plain(head.warning),
+        table,
+        _more(explanations),
+        _plain(f"{verdicts}. {seen}"),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
+
+def annotations(report: Report, *, is_asked: bool = False) -> list[str]:
+    """Return a line for each cause of failures, those of most cases first, at the line of the product if it is known.
+
+    None outside of GitHub Actions, unless they are asked for.
     GitHub Actions shows lines that begin with `::error` on a run and its commit, see
     https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions.
     """
-    if os.environ.get("GITHUB_ACTIONS") != "true":
+    if not is_asked and os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    return [_annotation(explanation) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
+    return [_annotation(explanation, report) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
 
 
 def _device(report: Report) -> str:
@@ -139,8 +181,12 @@ def _ending(report: Report) -> str:
 def _failures(explanations: Sequence[Explanation]) -> Iterator[str]:
     if explanations:
         yield f"\n{title(explanations)}: {summary(explanations)}"
-    for each in explanations[:MAX_EXPLANATIONS]:
-        yield f"\n{each.first.verdict}: {each.first.id}: {each.short_reason}\n  {each.first.must}"
+    for number, each in enumerate(explanations[:MAX_EXPLANATIONS], start=1):
+        if each.cause:
+            yield f"\n{number}. {each.short_reason}"
+            yield from (f"     | {line}" for line in each.cause.short_traceback)
+        else:
+            yield f"\n{each.first.verdict}: {each.first.id}: {each.short_reason}\n  {each.first.must}"
         yield from (f"  {line}" for line in each.details)
         yield from (f"  {purpose}: {command}" for purpose, command in each.commands)
     if more := _more(explanations):
@@ -166,12 +212,35 @@ def _more(explanations: Sequence[Explanation]) -> str:
     return f"and {counted(more, 'more group')} of failures: see report.html" if more else ""
 
 
-def _annotation(explanation: Explanation) -> str:
+def _annotation(explanation: Explanation, report: Report) -> str:
+    """Return a command of GitHub's workflows; the title of another trainer is the name of the case in JUnit files."""
     kind = "warning" if explanation.is_drift else "error"
     first = explanation.first
-    heading = _escape(f"{first.verdict}: {first.id}").replace(":", "%3A").replace(",", "%2C")
+    properties = {**_owners_line(explanation, report), "title": f"{first.verdict}: {first.id}"}
+    if report.trainer:
+        properties["title"] = f"{first.law}[{first.cell}] of {report.trainer.name}"
+    given = [f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()]
     message = _escape("\n".join([explanation.short_reason, *explanation.details]))
-    return f"::{kind} title={heading}::{message}"
+    return f"::{kind} {','.join(given)}::{message}"
+
+
+def _owners_line(explanation: Explanation, report: Report) -> dict[str, str]:
+    """Return `file` and `line` of the first wrong place in the working directory: GitHub knows no files elsewhere.
+
+    Without such a place they are the file of another trainer alone, or nothing.
+    """
+    location = explanation.location
+    for code in (location.called, location.issued) if location else ():
+        if code and (file := _below_here(code.file)):
+            return {"file": file, "line": str(code.line)}
+    file = _below_here(report.trainer.given.partition(":")[0]) if report.trainer else ""
+    return {"file": file} if file else {}
+
+
+def _below_here(file: str) -> str:
+    """Return the path of a file in the working directory, relative to it; empty for any other."""
+    path, here = Path(file).absolute(), Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) and path.is_file() else ""
 
 
 def _escape(text: str) -> str:
@@ -190,6 +259,26 @@ def _law_table(report: Report, *, table_format: str) -> str:
         seconds = sum(case.duration_s for case in by_law[law])
         rows.append([law, *(counts[column] or "" for column in columns), f"{seconds:.1f}"])
     return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format)
+
+
+def _cell_table(report: Report, *, table_format: str) -> str:
+    """Return a table of the cells on which another trainer was judged: cases by verdict, and the outcome."""
+    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts and verdict not in _NOT_JUDGED]
+    numbers = {cell: number for number, cause in enumerate(report.causes, start=1) for cell in cause.cells}
+    by_cell: dict[str, list[CaseResult]] = defaultdict(list)
+    for case in report.cases:
+        by_cell[case.cell].append(case)
+    rows = []
+    for cell, cases in by_cell.items():
+        counts = Counter(case.verdict for case in cases)
+        if not any(counts[column] for column in columns):
+            continue
+        did_run = any(counts[verdict] for verdict in (Verdict.PASS, Verdict.FAIL))
+        outcome = f"cause {numbers[cell]}" if cell in numbers else ""
+        rows.append(
+            [cell, *(counts[column] or "" for column in columns), outcome if did_run else f"did not run: {outcome}"]
+        )
+    return tabulate(rows, headers=["cell", *columns, "outcome"], tablefmt=table_format)
 
 
 def _not_judged(report: Report) -> Iterator[str]:

@@ -1,8 +1,15 @@
 """Another trainer in a report: its packages, the dtypes and reductions of its runs, and the faults that laws see."""
 
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import msgspec
+
+Ingredient = Literal["loop", "sync", "scaling", "clip", "optimizer"]
+"""Ingredient of a step that either the owner or the suite supplies: the loop over micro-batches, the moments at which
+gradients are reduced, the division of losses by their number, clipping, and the optimizer."""
+INGREDIENTS: tuple[Ingredient, ...] = get_args(Ingredient)
+_ALWAYS_OWN = ("parallelize", "loss", "data")
 
 
 class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -13,6 +20,9 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gradient_dtypes: list[str]
     reductions: list[str]
     reference_dtype: str
+    by_suite: list[Ingredient] | None = None
+    """Ingredients of the steps that the suite has supplied; the owner has supplied the others, parallelisation, model,
+    loss and data. None in older reports."""
 
     def __str__(self) -> str:
         """Return the policy in words."""
@@ -30,6 +40,26 @@ class FaultSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cell: str
     laws: list[str]
     """Laws that hold without the fault and fail with it."""
+    raised: str = ""
+    """Reason for which the run with the fault did not finish: nothing is known about the laws then."""
+    failing_already: list[str] = []
+    """Laws that see the fault elsewhere, if all of them that hold here fail without it, too."""
+
+    @property
+    def is_unseen(self) -> bool:
+        """True if a law should have seen the fault and none has."""
+        return not (self.laws or self.raised or self.failing_already)
+
+    @property
+    def text(self) -> str:
+        """Fault, and the laws that see it, in words."""
+        if self.laws:
+            return f"{self.fault}: {', '.join(self.laws)}"
+        if self.raised:
+            return f"{self.fault}: not known, the run with the fault did not finish: {self.raised}"
+        if self.failing_already:
+            return f"{self.fault}: not known, {', '.join(self.failing_already)} fail without the fault already"
+        return f"{self.fault}: NO LAW SEES IT"
 
 
 class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,13 +75,34 @@ class TrainerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policies: list[RunPolicy]
     faults: list[FaultSeen]
     """Empty if no fault was tried."""
+    notes: list[str] = []
+    """Sentences about a loss that is unusual and was judged."""
     fresh_processes: str = ""
     """Reason for which no process has served two runs; empty if processes were shared."""
 
     @property
+    def seen(self) -> str:
+        """Number of faults that laws see, of those that were tried, with their cells; empty if none was tried."""
+        number, cells = sum(bool(seen.laws) for seen in self.faults), dict.fromkeys(seen.cell for seen in self.faults)
+        return f"faults seen: {number} of {len(self.faults)} on {', '.join(cells)}" if self.faults else ""
+
+    @property
     def blind_to(self) -> list[str]:
         """Faults that no law sees, each with its cell."""
-        return [f"{seen.fault} on {seen.cell}" for seen in self.faults if not seen.laws]
+        return [f"{seen.fault} on {seen.cell}" for seen in self.faults if seen.is_unseen]
+
+
+def judged_line(trainer: TrainerFacts) -> str:
+    """Return the clause with the owner's ingredients, which are judged, and those of the suite in any run.
+
+    It is empty if no run has ended.
+    """
+    known = [policy.by_suite for policy in trainer.policies if policy.by_suite is not None]
+    if not known:
+        return ""
+    by_suite = [each for each in INGREDIENTS if any(each in supplied for supplied in known)]
+    own = [*_ALWAYS_OWN, *(each for each in INGREDIENTS if each not in by_suite)]
+    return f"{', '.join(own)}; " + (f"the suite's: {', '.join(by_suite)}" if by_suite else "all the owner's")
 
 
 def trainer_lines(trainer: TrainerFacts) -> Iterator[str]:
@@ -59,14 +110,17 @@ def trainer_lines(trainer: TrainerFacts) -> Iterator[str]:
     yield f"{trainer.name}: {', '.join(f'{name} {version}' for name, version in trainer.versions.items())}"
     if trainer.shims:
         yield f"shims (private names): {', '.join(trainer.shims)}"
+    yield from (f"note: {note}" for note in trainer.notes)
     if trainer.fresh_processes:
         yield f"processes: fresh ones for each run, since {trainer.fresh_processes}"
     for text, cells in _grouped((str(policy), policy.cell) for policy in trainer.policies).items():
         yield f"measured: {', '.join(cells)}: {text}"
-    seen = ((f"{seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}", seen.cell) for seen in trainer.faults)
+    seen = ((seen.text, seen.cell) for seen in trainer.faults)
     for text, cells in _grouped(seen).items():
         yield f"fault {text} ({', '.join(cells)})"
-    if not trainer.faults:
+    if trainer.faults:
+        yield trainer.seen
+    else:
         yield "faults: not tried, so nothing says that the laws see this trainer"
     if trainer.blind_to:
         yield f"blind to {', '.join(trainer.blind_to)}: these verdicts do not count"

@@ -2,11 +2,23 @@
 
 `own_loop.own_loop` makes a subject of a trainer's own loop, whose moments the suite sees by itself, and
 `decorated.subject` one of a function `parallelize(model, mesh, config)`. `protocol.Subject` is the interface of both,
-and of the adapters of this package. `conformance judge` judges them.
+and of the adapters of this package. `conformance judge` judges them, `judge` does so in a test.
 """
 
+from conformance.report.judged import judge
 from conformance.subjects.decorated import ParallelConfig, subject
 from conformance.subjects.own_loop import LoopConfig, own_loop
 from conformance.subjects.protocol import Run, StepObserver, Subject
+from conformance.subjects.shims import use_shims
 
-__all__ = ["LoopConfig", "ParallelConfig", "Run", "StepObserver", "Subject", "own_loop", "subject"]
+__all__ = [
+    "LoopConfig",
+    "ParallelConfig",
+    "Run",
+    "StepObserver",
+    "Subject",
+    "judge",
+    "own_loop",
+    "subject",
+    "use_shims",
+]

@@ -1,7 +1,8 @@
 """Runs of a subject for one case: its reference in one process, and cells on all their ranks."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
@@ -9,18 +10,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.outcomes import Failure, Unsupported
+from conformance.outcomes import CellFailed, Failure, Unsupported
 from conformance.plan.cells import Cell
-from conformance.project import PACKAGE
 from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task
 from conformance.run.ranks.messages import RankReport
-from conformance.run.record import Header, RecordFile, read_record, read_results, write_results
+from conformance.run.record import Header, RecordFile, read_failures, read_record, read_results, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
 from conformance.subjects.cells import SubjectCell, reference_cell, subject_cell
+from conformance.subjects.crashes import last_collectives, owners_place, owners_traceback
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
@@ -34,7 +35,6 @@ _UNDER_TORCHRUN = {
     "GROUP_RANK": "0",
 }
 """Variables by which trainers recognise torchrun. Nobody connects to the address: the process group exists before."""
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 _MISTAKE = SubjectMistake.__name__
 _NAMED_DEVICE = re.compile("cuda", re.IGNORECASE)
 """Messages of torch about a device that code has named, and that this machine does not have."""
@@ -51,17 +51,20 @@ _target = cache(known_trainers.resolve)
 class SubjectRuns:
     """Runs of the store's subject for the law of one case; a run that the session has made already is not repeated."""
 
-    def __init__(self, store: RecordStore) -> None:
+    def __init__(self, store: RecordStore, *, law: str = "") -> None:
+        """`law` is the id of the law that is judged: of all laws of a cell one tells that its run did not finish."""
         if store.subject is None:
             raise ValueError("the record store names no subject")
-        self.store, self.subject = store, _target(store.subject)
+        self.store, self.subject, self._law = store, _target(store.subject), law
         self.clock = Clock()
         simulated = store.hardware.simulated
         self._is_simulated = simulated is not None and not simulated.lacks
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
         """Return the arguments that a law's test may have, by name, see `conformance.subjects.evidence`."""
-        return {"cell": cell, "evidence": self.evidence(cell), "under": partial(self.under, cell)}
+        with self._told_once(cell):
+            evidence = self.evidence(cell)
+        return {"cell": cell, "evidence": evidence, "under": partial(self._told_under, cell)}
 
     def description(self) -> Description:
         """Return the packages of the subject; raises CellFailed if it cannot be loaded."""
@@ -86,6 +89,29 @@ class SubjectRuns:
         """
         return self._trained(cell, self.reference(cell), schedule=schedule, is_repeated=is_repeated)
 
+    def _told_under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
+        with self._told_once(cell, f"{schedule}{' repeated' * is_repeated}"):
+            return self.under(cell, schedule, is_repeated=is_repeated)
+
+    @contextmanager
+    def _told_once(self, cell: Cell, schedule: str = "") -> Iterator[None]:
+        """Open a context in which a run is made; raises CellFailed for one law, if it fails, Unsupported for others.
+
+        An exception on a rank, which no other law would see otherwise, is a crash.
+        """
+        told = self.store.directory / f"failed-{self.store.session}" / _file_name(cell.id, schedule, self.store.defect)
+        if self._law and told.exists() and told.read_text().partition("\n")[0] != self._law:
+            raise Unsupported(f"did not run: {told.read_text().partition(chr(10))[2]}")
+        try:
+            yield
+        except CellFailed as failed:
+            failure = failed.failure
+            if self._law and not self.store.replay:
+                told.parent.mkdir(exist_ok=True)
+                told.write_text(f"{self._law}\n{failure.reason}")
+            kind = "crash" if failure.kind == "raised" else failure.kind
+            raise CellFailed(msgspec.structs.replace(failure, kind=kind)) from None
+
     def evidence(self, cell: Cell, *, tapped: bool = False) -> Evidence:
         """Return the record of a cell with its reference; of a `tapped` run with taps in its directory.
 
@@ -102,10 +128,17 @@ class SubjectRuns:
         return Evidence(self._trained(cell, reference, tapped=tapped), reference)
 
     def _trained(
-        self, cell: Cell, reference: Reference, *, tapped: bool = False, schedule: str = "", is_repeated: bool = False
+        self,
+        cell: Cell,
+        reference: Reference,
+        *,
+        tapped: bool = False,
+        schedule: str = "",
+        is_repeated: bool = False,
+        seed: int = 0,
     ) -> SubjectRecord:
         task = "train_tapped_subject" if tapped else "train_subject"
-        run = f"{task} {schedule}{' repeated' * is_repeated}" if schedule else task
+        run = f"{task} {schedule}{' repeated' * is_repeated}" if schedule else f"{task}{f' seed {seed}' * bool(seed)}"
         header = self._header(run, cell, defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(
@@ -119,6 +152,7 @@ class SubjectRuns:
             defect=self.store.defect,
             schedule=schedule,
             is_repeated=is_repeated,
+            seed=seed,
         )
         directory = self._run(header, _payload(job), world_size=cell.world_size, kind=self._kind(cell))
         return _record(directory, cell, self._options(cell))
@@ -128,16 +162,30 @@ class SubjectRuns:
 
         `weights` is a file with the full weights with which each step of the run began, `record` its directory.
         """
+        return self._from_steps("compute_steps", cell, weights, record)
+
+    def terms(self, cell: Cell, *, weights: Path, record: Path) -> Path:
+        """Return the directory with the gradients of each micro-batch in one process, see `formulas`.
+
+        `weights` and `record` are those of `expected_steps`; taps are not needed.
+        """
+        return self._from_steps("compute_terms", cell, weights, record)
+
+    def _from_steps(self, function: str, cell: Cell, weights: Path, record: Path) -> Path:
         job = StepsJob(
             subject=self.subject, cell=self._options(cell), weights=str(weights), record=str(record), directory=""
         )
-        return self._alone("compute_steps", cell, _payload(job), defect=self.store.defect)
+        return self._alone(function, cell, _payload(job), defect=self.store.defect)
+
+    def with_another_seed(self, cell: Cell) -> SubjectRecord:
+        """Return the record of a cell whose ranks draw other random numbers than in `evidence`; raises as it does."""
+        return self._trained(cell, self.reference(cell), seed=1)
 
     def kept_failure(self, cell: Cell) -> Failure | None:
         """Return the failure of a cell's run in this session; None if there was no run, or if it finished."""
-        header = self._header("train_subject", cell, defect=self.store.defect)
-        record = read_record(self.store.directory_of(header))
-        return record.failure if record else None
+        directory = self.store.directory_of(self._header("train_subject", cell, defect=self.store.defect))
+        record = read_record(directory)
+        return record.failure if record else next(reversed(read_failures(directory)), None)
 
     def _options(self, cell: Cell) -> SubjectCell:
         options = subject_cell(cell, device="sim" if self._is_simulated else "cpu")
@@ -169,7 +217,7 @@ class SubjectRuns:
             try:
                 results = self._results(task, header, world_size=world_size)
             except RunFailed as failed:
-                failure = _failure(failed, remedy=_NAMED_DEVICE_REMEDY if self._is_simulated else "")
+                failure = _failure(failed, directory, remedy=_NAMED_DEVICE_REMEDY if self._is_simulated else "")
                 if failure.kind == "timeout" and header.defect is None:
                     self._hung.parent.mkdir(exist_ok=True)
                     self._hung.write_text(header.cell.id)
@@ -298,15 +346,20 @@ def _payload(job: ReferenceJob | StepsJob | TrainJob | dict[str, object]) -> dic
     return payload
 
 
-def _failure(failed: RunFailed, *, remedy: str) -> Failure:
-    """Return the failure of a run; a mistake that the author of the subject has to correct is no error of the suite.
+def _failure(failed: RunFailed, directory: Path, *, remedy: str) -> Failure:
+    """Return the failure of a run in a directory; a mistake that the subject's author has to correct is no suite's.
 
     `remedy` is for code that names a device.
     """
-    failure = to_failure(failed)
-    is_mistake = _first(failed).exception_type == _MISTAKE
-    kind = "raised" if is_mistake else failure.kind
-    return msgspec.structs.replace(failure, kind=kind, reason=_reason(failed, remedy))
+    failure, first = to_failure(failed), _first(failed)
+    is_mistake = first.exception_type == _MISTAKE
+    return msgspec.structs.replace(
+        failure,
+        kind="raised" if is_mistake else failure.kind,
+        reason=_reason(failed, remedy),
+        traceback="" if is_mistake else owners_traceback(first),
+        collectives=last_collectives(directory, world_size=len(failed.ranks)),
+    )
 
 
 def _reason(failed: RunFailed, remedy: str) -> str:
@@ -314,18 +367,14 @@ def _reason(failed: RunFailed, remedy: str) -> str:
     report = _first(failed)
     if report.exception_type == _MISTAKE:
         return report.message
-    return failed.reason + _place(report) + (remedy if _NAMED_DEVICE.search(report.message) else "")
+    place = owners_place(report) if failed.kind != "timeout" else ""
+    return failed.reason + (f" ({place})" if place else "") + (remedy if _NAMED_DEVICE.search(report.message) else "")
 
 
 def _first(failed: RunFailed) -> RankReport:
     return next(report for report in failed.ranks if report.rank == failed.first_rank)
 
 
-def _place(report: RankReport) -> str:
-    """Return the innermost place in a traceback that is neither in the suite nor in an installed package."""
-    frames = [
-        (file, line)
-        for file, line in _FRAME.findall(report.traceback)
-        if not Path(file).is_relative_to(PACKAGE) and "site-packages" not in file and "/lib/python" not in file
-    ]
-    return f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else ""
+def _file_name(*words: str | None) -> str:
+    """Return a file name of words that name a run."""
+    return re.sub(r"[^\w.+-]+", "_", " ".join(filter(None, words)))

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from conformance.defects.catalogue import defects
+from conformance.defects.injection import Defect
 from conformance.judge.judge import judge
 from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
@@ -42,6 +44,7 @@ def trainer_facts(
         shims=description.shims,
         policies=list(_policies(store, results)),
         faults=list(faults_seen(store, results, trainer, machine=machine)) if with_faults else [],
+        notes=runs.reference(TRAINER_CELLS[0]).facts.notes,
         fresh_processes=_why_fresh(description, runs.fresh_processes),
     )
 
@@ -64,21 +67,28 @@ def _policies(store: RecordStore, results: Sequence[CaseResult]) -> Iterator[Run
             gradient_dtypes=facts.gradient_dtypes,
             reductions=reductions(facts),
             reference_dtype=evidence.reference.facts.dtype,
+            by_suite=facts.by_suite,
         )
 
 
 def faults_seen(
     store: RecordStore, results: Sequence[CaseResult], trainer: str, *, machine: Machine
 ) -> Iterator[FaultSeen]:
-    """Yield the laws that see each fault, of those that hold, on the first cell of each mesh on which any holds.
+    """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
-    A run that ends early shows nothing about the laws; after one that hung no fault is tried.
+    A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
+    that hung no fault is tried.
     """
-    substrates = {result.substrate for result in results if result.verdict == Verdict.PASS}
+    passed = [result for result in results if result.verdict == Verdict.PASS]
+    substrates = {result.substrate for result in passed}
     faults = [defect for defect in defects() if defect.of == "any trainer" and substrates & {*defect.substrates}]
-    for cell in FAULT_CELLS:
-        holding = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.PASS]
-        for fault in faults if holding else ():
+    for mesh in (cell.mesh for cell in FAULT_CELLS):
+        for fault in faults:
+            cell = _shown_on(fault, mesh, passed)
+            if cell is None:
+                continue
+            holding = [result.law for result in passed if result.cell == cell.id]
+            failing = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.FAIL]
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
             laws = [asserted for law, asserted in asserted_laws().items() if law in holding]
             judged = [judge(Case(a.law.id, cell, trainer), a.law, a.test, faulty, machine=machine) for a in laws]
@@ -87,6 +97,25 @@ def faults_seen(
                 for entry in judged
                 if entry.verdict == Verdict.FAIL and not isinstance(entry.error, CellFailed)
             ]
-            yield FaultSeen(fault=fault.id, cell=cell.id, laws=seen)
+            ended = next((entry.error.failure for entry in judged if isinstance(entry.error, CellFailed)), None)
+            already = [law for law in fault.laws if law not in holding and law in failing]
+            yield FaultSeen(
+                fault=fault.id,
+                cell=cell.id,
+                laws=seen,
+                raised=ended.reason if ended and not seen else "",
+                failing_already=already if not {*fault.laws} & {*holding} else [],
+            )
             if any(entry.verdict == Verdict.TIMEOUT for entry in judged):
                 return
+
+
+def _shown_on(fault: Defect, mesh: str, passed: Sequence[CaseResult]) -> Cell | None:
+    """Return the first cell of a mesh on which a law holds that must see the fault; otherwise one on which any holds.
+
+    None if no law holds on the mesh.
+    """
+    holding = {(result.cell, result.law) for result in passed}
+    cells = [cell for cell in TRAINER_CELLS if cell.mesh == mesh and any(cell.id == on for on, _law in holding)]
+    shown = (cell for cell in cells if any((cell.id, law) in holding for law in fault.laws))
+    return next(shown, cells[0] if cells else None)

@@ -1,7 +1,7 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from conformance.defects.catalogue import injected
 from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -27,11 +28,14 @@ from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import BLOCK_BYTES, AcceleratorLog
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
+from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
+from conformance.subjects.formulas import write_terms
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -44,6 +48,7 @@ from conformance.subjects.protocol import (
     reference_name,
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
+from conformance.subjects.shims import used_shims
 from reference_trainer.mesh import destroy_process_group
 
 REFERENCE_FILE = "reference.safetensors"
@@ -57,7 +62,7 @@ def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     subject = _loaded(context, payload["subject"])
     description = Description(
         versions=dict(subject.versions()),
-        shims=list(subject.shims),
+        shims=[*subject.shims, *used_shims()],
         needs_fresh_processes=getattr(subject, "processes", "shared") == "fresh",
         accumulates_evenly=getattr(subject, "accumulation", "any") == "even",
     )
@@ -87,6 +92,9 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
+    dtype = torch.float32 if why_not_fp64 else torch.float64
+    reference.require_proportional(subject, job.workload, dtype=dtype)
+    notes = require_sum(subject, job.workload, dtype=dtype)
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
@@ -94,12 +102,18 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
+    sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
         aliases=reference.aliases(model),
-        sentinels={name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()},
+        sentinels=sentinels,
+        sentinels_at_most={
+            name: max(sentinels[name], buffer.numel() - 1) if sentinels[name] else 0
+            for name, buffer in model.named_buffers()
+        },
+        unsaved_buffers=sorted({name for name, _ in model.named_buffers()} - model.state_dict().keys()),
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,
@@ -111,6 +125,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
         varies=_varies(subject, job.workload),
+        notes=notes,
     )
     return msgspec.to_builtins(facts)
 
@@ -138,6 +153,12 @@ def compute_steps(context: RankContext, payload: dict[str, Any]) -> None:
     write_expected_steps(_loaded(context, job.subject), job)
 
 
+def compute_terms(context: RankContext, payload: dict[str, Any]) -> None:
+    """Compute the gradients of each micro-batch in one process, and write them into the directory; see `formulas`."""
+    job = msgspec.convert(payload, StepsJob)
+    write_terms(_loaded(context, job.subject), job)
+
+
 def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Writers | None = None) -> SubjectFacts:
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
@@ -146,7 +167,11 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
-    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
+    with (
+        GRADIENT_SYNC.listening(),
+        ExitStack() as uninitialised,
+        accelerator.trace.installed() if accelerator else nullcontext(),
+    ):
         uninitialised.enter_context(uninitialised_is_nan())
         with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
             run = build()
@@ -155,6 +180,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             names=job.names,
             aliases=job.aliases,
             begin=partial(_begin, job, device, uninitialised, lines),
+            noted=LastCollective(Path(job.directory), rank=context.rank).note,
             writers=writers,
             accelerator=accelerator,
         )
@@ -188,6 +214,8 @@ def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines:
     if job.is_repeated:
         for group in run.optimizer.param_groups:
             group["lr"] *= 0
+    if job.seed:
+        torch.manual_seed(reference.SEED + job.seed)
     built(run.model, run.optimizer, job.max_norm)
 
 
@@ -274,6 +302,12 @@ def load_weights(model: nn.Module, file: Path, aliases: Mapping[str, str]) -> No
         for name, parameter in model.named_parameters():
             plain = reference_name(name, known)
             full = weights.get_tensor(aliases.get(plain, plain))
+            if parameter.shape != full.shape:
+                raise SubjectMistake(
+                    f"{plain} of the parallel model has shape {tuple(parameter.shape)} on rank {dist.get_rank()}, and "
+                    f"{tuple(full.shape)} in one process: a rank's shard of it, as of experts, must be a DTensor, see "
+                    "DTensor.from_local"
+                )
             shard = local(parameter)
             shard.copy_(full.flatten()[shard_indices(parameter)] if isinstance(parameter, DTensor) else full)
 
@@ -284,7 +318,7 @@ def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, st
     own_limit: float | None = getattr(subject, "max_norm", None)
     try:
         return train(subject, workload, dtype=torch.float64, order=0, max_norm=own_limit), ""
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except reference.REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return train(subject, workload, dtype=torch.float32, order=0, max_norm=own_limit), reason
 
@@ -309,10 +343,12 @@ def _trains_in_bf16(subject: Subject) -> bool:
 
 
 def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:
-    cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
-    autocast, _ = reference.bf16_gradients(subject, workload, "autocast")
-    names = exact.gradients[0]
-    runs = [{name: run[name] for name in names} for run in (cast, autocast)]
+    autocast, matmuls = reference.bf16_gradients(subject, workload, "autocast")
+    runs = [autocast]
+    with suppress(*reference.REFUSALS):
+        cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
+        runs.append(cast)
+    runs = [{name: run[name] for name in exact.gradients[0]} for run in runs]
     return own_errors(runs, exact.gradients[0], None), matmuls
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from conformance.judge.measurements import Measurement
 from conformance.plan.cells import Cell
-from conformance.report.explain import Explanation, explain, ratio_names, summary
+from conformance.report.explain import Explanation, explain, summary
+from conformance.report.ratios import ratio_names
 from conformance.report.schema import CaseResult, Report
 from tests.support.sample_reports import case, deviation, location, report
 

@@ -10,7 +10,7 @@ from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
 from conformance.subjects.running import SubjectRuns
 
-MODELS = "tests.support.subject_models"
+MODELS, UNUSUAL = "tests.support.subject_models", "tests.support.unusual_subjects"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ MODELS = "tests.support.subject_models"
         (f"{MODELS}:not_decorated", "decorate parallelize(model, mesh, config) with"),
         (f"{MODELS}:no_module", "model= returned a int: give a function that returns an nn.Module"),
         (f"{MODELS}:dropout", "switch dropout off"),
+        (f"{UNUSUAL}:auxiliary_in_backward", "let model() and loss() add that loss instead, times count(batch)"),
         (f"{MODELS}:vector_loss", "loss() returned a Tensor of shape (6, 8): return a scalar tensor"),
         (f"{MODELS}:wrong_batch", "batch() returned a tuple with tensors of shapes [(2,), (3,)]"),
     ],

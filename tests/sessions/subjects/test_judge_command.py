@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,8 @@ def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None
     assert all(seen["laws"] for seen in report["trainer"]["faults"])
     assert (tmp_path / "conformance-report" / "report.html").exists()
     assert "CONFORMANT: " in done.stdout
-    verify = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
-    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    verified = subprocess.run(verify, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert (verified.returncode, verified.stdout) == (
+    again = verified(tmp_path)
+    assert (again.returncode, again.stdout) == (
         0,
         f"{len(report['cases'])} cases judged again from records, 0 problems\n",
     )
@@ -74,13 +73,39 @@ def test_a_cell_that_hangs_ends_no_report_and_verify_agrees(tmp_path: Path) -> N
     done = judge(tmp_path, "tests.support.subject_models:hangs", *limits)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
-    verdicts = {case["cell"]: case["verdict"] for case in report["cases"]}
-    assert verdicts.pop("dp2-bf16mp-default-full") == "timeout"
-    assert sorted(verdicts.values()) == ["pass", "unsupported"]  # of the cells, one is run before and one after it
-    verify = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
+    verdicts = Counter((case["cell"], case["verdict"]) for case in report["cases"])
+    assert verdicts["dp2-bf16mp-default-full", "timeout"] == 1
+    others = {verdict for cell, verdict in verdicts if cell != "dp2-bf16mp-default-full"}
+    assert others == {"pass", "unsupported"}  # of the cells, one is run before and one after it
+    assert [cause["cells"] for cause in report["causes"]] == [["dp2-bf16mp-default-full"]]
+    assert "the run hangs: rank 1 waits in no collective at tests/support/subject_models.py:" in done.stdout
+    assert verified(tmp_path).returncode == 0
+
+
+def verified(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
     variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    verified = subprocess.run(verify, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert verified.returncode == 0, verified.stdout
+    return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_a_trainer_that_raises_is_one_crash_of_a_cell_with_its_traceback(tmp_path: Path) -> None:
+    cells = ("--cells", "id = dp2-fp32-default-full or id = dp2-fp32-default-full-acc2")
+    done = judge(tmp_path, "tests.support.subject_mistakes:raises", *cells, "--no-faults")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
+    assert report["verdicts"].keys() == {"crash", "unsupported"}
+    assert report["verdicts"]["crash"] == 2
+    assert {case["law"] for case in report["cases"] if case["verdict"] == "crash"} == {"fsdp-is-on"}
+    (cause,) = report["causes"]
+    assert cause["traceback"].endswith(
+        "    return options[\"warmup\"]\n           ~~~~~~~^^^^^^^^^^\nKeyError: 'warmup'"
+    )
+    assert "conformance/subjects" not in cause["traceback"]
+    assert "| KeyError: 'warmup'" in done.stdout
+    assert "did not run: cause 1" in done.stdout
+    assert "KeyError" in (tmp_path / "conformance-report" / cause["log"]).read_text()
+    again = verified(tmp_path)
+    assert again.returncode == 0, again.stdout
 
 
 def test_a_trainer_that_cannot_be_judged_is_one_line(tmp_path: Path) -> None:

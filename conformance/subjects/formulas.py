@@ -1,0 +1,266 @@
+"""Gradients of each micro-batch of each rank in one process, and the wrong means that trainers make of them."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from conformance.instruments.tensor_file import write_tensors
+from conformance.subjects import reference
+from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors, to_dtype
+from conformance.subjects.facts import StepsJob
+from conformance.subjects.protocol import Batch, Subject
+
+FACTS_FILE = "terms.msgpack"
+TENSORS_FILE = "terms.safetensors"
+"""Tensors by key: `stepN/rankR/microM/NAME` and, of the batches of a step at the weights before it, `stepN/stale/NAME`.
+"""
+Tensors = Mapping[str, Tensor]
+
+
+class StepTerms(msgspec.Struct, frozen=True):
+    """Sizes of the micro-batches of one step, by data-parallel rank and micro-batch."""
+
+    counts: list[list[int]]
+    """Numbers by which losses count: labels that are not ignored, or samples."""
+    samples: list[list[int]]
+    padded: list[list[int]]
+    """Elements of the smallest tensor of the batch: labels, ignored ones included."""
+
+    @property
+    def total(self) -> int:
+        """Number of all that counts in the step."""
+        return sum(map(sum, self.counts))
+
+
+def write_terms(subject: Subject, job: StepsJob) -> None:
+    """Compute the gradients of each step at the weights of the run, in fp64 if the model can, into the directory."""
+    directory, weights = Path(job.directory), load_file(job.weights)
+    try:
+        written, facts = _terms(subject, job, weights, torch.float64)
+    except (RuntimeError, TypeError, NotImplementedError):
+        written, facts = _terms(subject, job, weights, torch.float32)
+    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in written.items()})
+    (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(facts))
+
+
+def _terms(
+    subject: Subject, job: StepsJob, weights: Tensors, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[StepTerms]]:
+    workload, written, facts = job.cell.workload, dict[str, Tensor](), []
+    for step in range(len(job.cell.accumulation)):
+        model = _model_at(subject, job, weights, step, dtype)
+        if model is None:
+            break  # an earlier step is wrong
+        batches = [micro_batches(subject, workload, step=step, data_rank=rank) for rank in range(workload.data_ranks)]
+        for rank, own in enumerate(batches):
+            for index, batch in enumerate(own):
+                gradients = _gradients(subject, model, batch, dtype)
+                written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
+        stale = _model_at(subject, job, weights, step - 1, dtype) if step else None
+        if stale is not None:
+            for batch in all_micro_batches(subject, workload, step=step):
+                for name, gradient in _gradients(subject, stale, batch, dtype).items():
+                    key = f"step{step}/stale/{name}"
+                    written[key] = written[key] + gradient if key in written else gradient
+        facts.append(
+            StepTerms(
+                counts=[[subject.count(batch) for batch in own] for own in batches],
+                samples=[[samples(batch) for batch in own] for own in batches],
+                padded=[[min(each.numel() for each in tensors(batch)) for batch in own] for own in batches],
+            )
+        )
+    return written, facts
+
+
+def _model_at(subject: Subject, job: StepsJob, weights: Tensors, step: int, dtype: torch.dtype) -> nn.Module | None:
+    """Return the model with the weights of the run before a step; None if they are not finite."""
+    model = reference.promoted(reference.initial_model(subject, tied=job.cell.tied), dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[f"step{step}/{name}"])
+    return model if all(bool(parameter.isfinite().all()) for parameter in model.parameters()) else None
+
+
+def _gradients(subject: Subject, model: nn.Module, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the gradients of the summed loss of a micro-batch."""
+    model.zero_grad()
+    torch.autograd.backward(subject.loss(model, to_dtype(batch, dtype)))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """Wrong formula for gradients; the measured ones may be a multiple of its result."""
+
+    id: str
+    sentence: str
+    """Gradients in words: `the mean of each rank's mean over its own 60 and 4 labels`."""
+    by_rank: Sequence[Tensors]
+    """Full gradients by data-parallel rank."""
+    has_factor: Literal["no", "one", "by rank"] = "one"
+    """Multiples that measured gradients may be: none, one for all ranks, or one for each."""
+
+
+class StepFormulas:
+    """Wrong formulas for the gradients of one step."""
+
+    def __init__(self, terms: Tensors, facts: StepTerms, *, step: int) -> None:
+        """`terms` are the tensors of `TENSORS_FILE`."""
+        self.facts = facts
+        self._terms = [
+            [_below(terms, f"step{step}/rank{rank}/micro{index}/") for index in range(len(own))]
+            for rank, own in enumerate(facts.counts)
+        ]
+        self._stale = _below(terms, f"step{step}/stale/")
+        self.ranks, self.micro_batches = len(facts.counts), len(facts.counts[0])
+
+    @cached_property
+    def right(self) -> Tensors:
+        """Gradients of the mean over all that counts in the step."""
+        return self._weighted(lambda _rank, _index: 1.0 / self.facts.total)
+
+    def all(self, *, shards: int, before: Tensors) -> Iterator[Formula]:
+        """Yield the formulas, the most frequent mistakes first.
+
+        `shards` is the number of neighbouring ranks that have different shards: the others hold copies. `before` are
+        full gradients that the step before left. Means of means are left out where all count alike: they are right.
+        """
+        yield self._formula("mean", "the mean over all that counts", self.right)
+        yield from self._means()
+        yield from self._lost_micro_batches()
+        yield from self._unreduced(shards)
+        if self._stale:
+            stale = _sum([(1.0 / self.facts.total, self._stale)])
+            told = "this step's data at the weights of the step before: weights are stale"
+            yield self._formula("stale-weights", told, stale, has_factor="no")
+        if before:
+            added = _sum([(1.0, self.right), (1.0, before)])
+            told = "this step and those that the step before has left: they are not set to zero"
+            yield self._formula("not-zeroed", told, added, has_factor="no")
+
+    def _means(self) -> Iterator[Formula]:
+        """Yield means of means, in which ranks or micro-batches of different sizes have the same weight."""
+        counts, own = self.facts.counts, self._own
+        every = [count for each in counts for count in each]
+        if len(set(own)) > 1:
+            told = f"the mean of each rank's mean over its own {_joined(own)} {self.noun}"
+            gradients = self._weighted(lambda rank, _index: 1.0 / (self.ranks * max(own[rank], 1)))
+            yield self._formula("rank-means", told, gradients)
+        if len(set(every)) > 1:
+            told = f"the mean of the micro-batches' means over their own {_joined(every)} {self.noun}"
+            gradients = self._weighted(lambda rank, index: 1.0 / (len(every) * max(counts[rank][index], 1)))
+            yield self._formula("micro-batch-means", told, gradients)
+
+    def _lost_micro_batches(self) -> Iterator[Formula]:
+        places = {"last": self.micro_batches - 1, "first": 0} if self.micro_batches > 1 else {}
+        for noun, place in places.items():
+            gradients = self._from_place(place)
+            yield self._formula(f"{noun}-micro-batch", f"the {noun} micro-batch alone", gradients)
+
+    def _from_place(self, place: int) -> Tensors:
+        return self._weighted(lambda _rank, index: float(index == place) / self.facts.total)
+
+    def _unreduced(self, shards: int) -> Iterator[Formula]:
+        """Yield gradients of some of the ranks' data alone."""
+        told = "each rank's own data: they are not reduced over the ranks"
+        own = [self._from_ranks([rank]) for rank in range(self.ranks)]
+        yield Formula(id="own-data", sentence=told, by_rank=own, has_factor="by rank")
+        if 1 < shards < self.ranks:
+            told = f"the {shards} ranks that shard a copy: they are not reduced over the {self.ranks // shards} copies"
+            groups = [range(rank - rank % shards, rank - rank % shards + shards) for rank in range(self.ranks)]
+            by_rank = [self._from_ranks(group) for group in groups]
+            yield Formula(id="own-copy", sentence=told, by_rank=by_rank, has_factor="by rank")
+        for rank, gradients in enumerate(own):
+            yield self._formula(f"rank-{rank}", f"the data of rank {rank} alone", gradients)
+
+    def _from_ranks(self, ranks: Collection[int]) -> Tensors:
+        count = max(sum(self._own[rank] for rank in ranks), 1)
+        return self._weighted(lambda rank, _index: float(rank in ranks) / count)
+
+    @property
+    def _own(self) -> list[int]:
+        return [sum(each) for each in self.facts.counts]
+
+    @property
+    def noun(self) -> str:
+        """Noun for the units of `counts`."""
+        return "samples" if self.facts.counts == self.facts.samples else "labels"
+
+    def factors(self) -> Iterator[tuple[str, float, str]]:
+        """Yield id, value and clause of each factor by which gradients may be a multiple of those of a mean.
+
+        Of one micro-batch the factors of several have no effect; other steps and cells tell them apart.
+        """
+        ranks, micro, total = self.ranks, self.micro_batches, self.facts.total
+        samples_, padded = (sum(map(sum, each)) for each in (self.facts.samples, self.facts.padded))
+        yield "", 1.0, ""
+        yield "ranks", ranks, f"{ranks} times as large: summed over the {ranks} ranks, not averaged"
+        yield "1/ranks", 1 / ranks, f"1/{ranks} of their size: divided by the {ranks} ranks once too often"
+        both = ranks * micro
+        several = {
+            "micro-batches": (micro, f"{micro} times as large: summed over the {micro} micro-batches, not averaged"),
+            "1/micro-batches": (
+                1 / micro,
+                f"1/{micro} of their size: divided by the {micro} micro-batches once too often",
+            ),
+            "ranks x micro-batches": (
+                both,
+                f"{both} times as large: summed over ranks and micro-batches, not averaged",
+            ),
+            "1/(ranks x micro-batches)": (
+                1 / both,
+                f"1/{both} of their size: divided by ranks and micro-batches once too often",
+            ),
+        }
+        for name, (value, told) in several.items():
+            yield name, value, told if micro > 1 else ""
+        if padded != total:
+            told = f"divided by all {padded} labels, ignored ones included, and not by the {total} that count"
+            yield "padded", total / padded, told
+        if samples_ not in (total, padded):
+            told = f"divided by the {samples_} samples, and not by the {total} {self.noun} that count"
+            yield "samples", total / samples_, told
+        told = f"of the sum over the {total} {self.noun} that count, which nothing divides"
+        yield "sum", total, told
+        yield "sum/ranks", total / ranks, told
+
+    def own_norm(self, rank: int) -> float:
+        """Return the 2-norm of the mean gradient of a rank's own data, before any reduction."""
+        own = self._weighted(lambda each, _index: float(each == rank) * self.ranks / self.facts.total)
+        return float(torch.stack([each.norm() for each in own.values()]).norm())
+
+    def _formula(
+        self, id_: str, sentence: str, gradients: Tensors, *, has_factor: Literal["no", "one"] = "one"
+    ) -> Formula:
+        return Formula(id=id_, sentence=sentence, by_rank=[gradients] * self.ranks, has_factor=has_factor)
+
+    def _weighted(self, weight: Callable[[int, int], float]) -> Tensors:
+        """Return the sum of the terms, each with its weight, a function of rank and micro-batch."""
+        terms = ((rank, index, each) for rank, own in enumerate(self._terms) for index, each in enumerate(own))
+        return _sum([(weight(rank, index), each) for rank, index, each in terms])
+
+
+def _sum(terms: Iterable[tuple[float, Tensors]]) -> Tensors:
+    """Return the weighted sum of gradients by name, in fp64."""
+    total: dict[str, Tensor] = {}
+    for weight, gradients in terms:
+        for name, gradient in gradients.items():
+            scaled = gradient.double() * weight
+            total[name] = total[name] + scaled if name in total else scaled
+    return total
+
+
+def _below(named: Tensors, prefix: str) -> Tensors:
+    return {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last
