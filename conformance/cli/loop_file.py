@@ -1,4 +1,4 @@
-"""File that `conformance judge --init --loop` writes: an example, or what a trainer's own file leaves to say.
+"""File that `conformance judge --init --loop` writes: the declaration of a trainer's own loop.
 
 The file is read, not imported: models, the optimizer and the loader are found by their calls.
 """
@@ -174,7 +174,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yield all calls, by the last name of what is called."""
+    """Yield all calls, by the last name of the function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func).rpartition(".")[2], node
@@ -200,7 +200,7 @@ from conformance.subjects import own_loop
 {guard}
 def batch(generator):
     """FILL IN: one micro-batch as the loop gets it. All that is random must come from the generator."""
-    tokens = torch.randint(64, (4, 8), generator=generator)
+    tokens = torch.randint(8, (4, 8), generator=generator)
     return [tokens, tokens.roll(-1, dims=1)]
 
 

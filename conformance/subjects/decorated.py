@@ -251,7 +251,7 @@ def subject(
 def require_declarable(
     *, meshes: Sequence[MeshName], precisions: Sequence[Precision], **functions: Callable[..., object]
 ) -> None:
-    """Raise SubjectMistake for meshes or precisions that the suite does not know, and for what is no function."""
+    """Raise SubjectMistake for meshes or precisions that the suite does not know, and for functions that are none."""
     for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
         unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
         if unknown:

@@ -133,7 +133,7 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
     is_own_model: bool = False
-    """True if the trainer's loop makes its model in a way of its own, with a seed that nobody knows."""
+    """True if the trainer's loop makes its model itself, with a seed that the suite does not know."""
 
     @property
     def is_own_loop(self) -> bool:

@@ -1,4 +1,4 @@
-"""Data of an owner's loop: the suite's micro-batches, step by step or in place of what the loop's own loader yields."""
+"""Data of an owner's loop: the suite's micro-batches, step by step or in place of the loader's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -83,7 +83,7 @@ def _holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimize
 
 
 def _distinct(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers without those that hold the same parameters as an earlier one: what it contains is."""
+    """Return the optimizers without those that hold the same parameters as an earlier one."""
     by_parameters: dict[frozenset[int], Optimizer] = {}
     for each in optimizers:
         by_parameters.setdefault(frozenset(map(id, parameters_of(each))), each)

@@ -7,6 +7,7 @@ unscaled them, or one of torch's functions takes their norm. The step ends with 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ class _Found(Protocol):
 
 
 class Count:
-    """Numbers of what has happened in the present step."""
+    """Numbers of the moments of the present step."""
 
     def __init__(self) -> None:
         self.micro_batches = 0
@@ -76,7 +77,7 @@ class Moments:
     ) -> None:
         """Prepare for steps from number `first` on, which have the micro-batches of `accumulation`.
 
-        `ended` is called when a step has ended, with what has happened in it and its number of micro-batches.
+        `ended` is called when a step has ended, with the moments in it and its number of micro-batches.
         """
         self._run, self._observer, self._search, self._ended = run, observer, search, ended
         self._first, self._accumulation, self._max_norm = first, accumulation, max_norm
@@ -272,7 +273,7 @@ class Moments:
 
     def _require_limit(self, max_norm: Any) -> None:
         limit = float(max_norm)
-        if abs(limit - self._max_norm) > _SAME_LIMIT * self._max_norm:
+        if not math.isclose(limit, self._max_norm, rel_tol=_SAME_LIMIT):
             raise SubjectMistake(
                 f"the loop clips gradients to {limit:g}, and this run to {self._max_norm:.6g}: hand config.max_norm to "
                 f"the loop, or declare max_norm={limit:g}"
@@ -281,12 +282,13 @@ class Moments:
     # Optimizer
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_own(optimizer):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        is_first_with_closure = not self._is_found and callable(closure)  # in which the model will be found
+        if not is_first_with_closure and not self._is_own(optimizer):
             return None
         self._in_step += 1
         if self._in_step > 1:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and not self._count.backward_passes:
             args, kwargs = self._with_closure(closure, args, kwargs)
             return args, kwargs
@@ -328,7 +330,8 @@ class Moments:
                 raise SubjectMistake("the optimizer calls its closure more than once in a step: this cannot be judged")
             with torch.enable_grad():
                 loss = closure()
-            self._clipped()
+            if self._is_found:
+                self._clipped()
             return loss
 
         if len(args) > 1:
@@ -360,7 +363,7 @@ class Moments:
         if not self._in_step:
             return
         self._in_step -= 1
-        if not self._in_step:
+        if not self._in_step and self._is_found:
             self._tell("idle")
             self._ended(self._count, self._accumulation[self._taken])
             self._taken += 1

@@ -93,7 +93,7 @@ class LoopConfig(ParallelConfig):
         return self._feed.loader()
 
     def next_batch(self, *_unused: Any) -> Batch:
-        """Return the next micro-batch, for a loop that asks a function of its own; ends the run after the last one."""
+        """Return the next micro-batch, for a loop that calls a function for it; ends the run after the last one."""
         return self._feed.next_batch()
 
 
@@ -232,7 +232,7 @@ class OwnLoopRun:
         return self._losses(told, len(steps))
 
     def _save_to(self) -> Path | None:
-        """Return a directory that all ranks share for a run that is to be saved, or None."""
+        """Return a directory that all ranks share for a run that must be saved, or None."""
         if not self._cell.resumed or self._load_from is not None:
             return None
         shared = [self._own.name]
@@ -260,7 +260,7 @@ class OwnLoopRun:
         return self._subject.model(tied=self._cell.tied)
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
-        """Return the losses among what the loop has told, and keep the norms."""
+        """Return the losses that the loop has told, and keep the norms."""
         pairs = [_loss_and_norm(entry) for entry in told]
         losses = [loss for loss, _ in pairs if loss is not None]
         norms = [norm for _, norm in pairs if norm is not None]
@@ -378,7 +378,7 @@ def _left_without_data() -> Iterator[None]:
 
 
 def _collect(returned: Any, told: list[Any]) -> None:
-    """Add what a loop tells, by yielding or in a list, also if it is left in between."""
+    """Add the entries that a loop yields or returns in a list, also if it is left in between."""
     if isinstance(returned, Iterator):
         for entry in returned:
             told.append(entry)

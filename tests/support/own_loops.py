@@ -54,9 +54,9 @@ def script_that_steps_elsewhere(config: LoopConfig) -> list[float]:
     return plain_script.main(config.max_norm, config.accumulation)
 
 
-@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="none")
+@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="even")
 def script_with_a_limit_of_its_own(config: LoopConfig) -> list[float]:
-    return plain_script.main()
+    return plain_script.main(accumulation=config.accumulation)
 
 
 def sharded(model: Any) -> Any:
@@ -258,7 +258,8 @@ class StepsInBackward(Trainer):
 class Adversarial(Trainer):
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
-        self.other = fully_shard(nn.Linear(50, 1))
+        self.other = nn.Linear(50, 1)
+        fully_shard(self.other)
         self.other_optimizer = sgd(self.other.parameters())
 
     def loss(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""A script of somebody who does not know the suite: model, data, loop and process group are its own."""
+"""A script that knows nothing of the suite: it makes model, data, loop and process group itself."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def main(max_norm: float = 1.0, accumulation: int = 1) -> list[float]:
             is_last = (index + 1) % accumulation == 0
             model.set_requires_gradient_sync(is_last)
             loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / accumulation
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             if is_last:
                 clip_grad_norm_(model.parameters(), max_norm)

@@ -1,4 +1,4 @@
-"""Files that `judge --init --loop FILE.py:NAME` writes: they parse, and name what the trainer's file has."""
+"""Files that `judge --init --loop FILE.py:NAME` writes: they parse, and name the trainer's model and optimizer."""
 
 import ast
 import shutil
