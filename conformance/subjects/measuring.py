@@ -18,15 +18,18 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.fsdp_state import GroupSettings, settings_of
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
 from conformance.sim import device as simulated
-from conformance.subjects.accelerator import BUILD, AcceleratorLog
+from conformance.subjects.accelerator import AcceleratorLog
+from conformance.subjects.data import tensors
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
+from conformance.subjects.memory_log import BUILD, MemoryLog
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
 
@@ -85,12 +88,13 @@ class SubjectRecorder:
         names: Collection[str],
         aliases: Collection[str],
         begin: Callable[[Built], None],
+        memory: MemoryLog,
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
     ) -> None:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
-        `accelerator` has been there before the run was built.
+        `memory` and `accelerator` have been there before the run was built.
         """
         self._begin = begin
         self._is_begun = False
@@ -99,8 +103,9 @@ class SubjectRecorder:
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]
-        self._accelerator = accelerator
+        self._memory, self._accelerator = memory, accelerator
         outcomes += [accelerator.trace.listen] if accelerator else []
+        outcomes += [*memory.memory.listeners]
         self._tap = DispatchTap(listeners, outcomes=outcomes)
         self._written: dict[str, Line] = {}
         self._sharded: dict[str, nn.Parameter] = {}
@@ -114,6 +119,8 @@ class SubjectRecorder:
         self._calls: Counter[str] = Counter()
         self._most_calls: Counter[str] = Counter()
         self._first_backward: dict[int, int] = {}
+        self._groups: list[GroupSettings] = []
+        self._fed_with_data: set[str] = set()
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -130,8 +137,8 @@ class SubjectRecorder:
 
     @contextmanager
     def not_listening(self) -> Iterator[None]:
-        """Open a context inside of `listening` that is no part of the training."""
-        with self._tap.paused():
+        """Open a context inside of `listening` that is no part of the training; its memory counts."""
+        with self._tap.paused(), self._memory.listening():
             yield
 
     def replace(self, run: Built) -> None:
@@ -144,7 +151,7 @@ class SubjectRecorder:
 
         Must be called inside of `listening`. Raises SubjectMistake if it is another model.
         """
-        with self._unseen():
+        with self.unseen():
             if self._is_begun:
                 self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
                 self._hook(self._run.model)
@@ -154,8 +161,7 @@ class SubjectRecorder:
                 self._is_begun = True
                 self._look_at(self._run.model)
                 self._begin(self._run)
-                if self._accelerator:
-                    self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=BUILD)
+                self._memory.hold(self._run.model, self._run.optimizer, step=BUILD)
             self._sharded = dict(self._run.model.named_parameters())
             if self.taps:
                 self.taps.attach(self._run.model)
@@ -188,15 +194,20 @@ class SubjectRecorder:
             if above:
                 used[max(above, key=len)].add(own_names[id(parameter)])
         for group, names in used.items():
-            model.get_submodule(group).register_forward_pre_hook(partial(self._enter, names))
+            model.get_submodule(group).register_forward_pre_hook(partial(self._enter, group, names), with_kwargs=True)
 
-    def _enter(self, names: Collection[str], *_unused: Any) -> None:
+    def _enter(self, group: str, names: Collection[str], _module: nn.Module, *inputs: Any) -> None:
         if self._phase == "forward":
             self._calls.update(names)
+            if not any(tensor.requires_grad for tensor in tensors(inputs)):
+                self._fed_with_data.add(group)
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
         if name == "backward":
+            if not self._groups:
+                names = {id(parameter): self._named(name) for name, parameter in self._sharded.items()}
+                self._groups = settings_of(self._run.model, names)
             self._most_calls |= self._calls  # of each parameter the larger number
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
@@ -208,36 +219,37 @@ class SubjectRecorder:
             instrument.phase(name, step=step)
         self._dtypes.phase(name, step=step)
         self._collectives.phase(name, step=step)
+        self._memory.phase(name, step=step)
 
     def _end_step(self) -> None:
         """Keep the results of a step, once: a trainer may not tell that it is idle."""
         if self._step <= self._ended_step:
             return
         self._ended_step = self._step
-        with self._unseen(), torch.no_grad():
-            if self._accelerator:
-                self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=self._step)
+        with self.unseen(), torch.no_grad():
+            self._memory.hold(self._run.model, self._run.optimizer, step=self._step)
             if self.taps:
                 self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def unseen(self) -> Iterator[None]:
         """Open a context for the suite's own operators, which instruments leave out."""
         with ExitStack() as stack:
             stack.enter_context(self._tap.paused())
+            stack.enter_context(self._memory.paused())
             if self._accelerator:
                 stack.enter_context(self._accelerator.unseen())
             yield
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
-        with self._unseen(), torch.no_grad():
+        with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
 
     def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
         """Keep the clipped gradients and their norm."""
-        with self._unseen(), torch.no_grad():
+        with self.unseen(), torch.no_grad():
             self._norms.append(scalar(torch.as_tensor(norm)))
             self._capture.clipped(model, norm=norm, step=step)
             layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
@@ -283,6 +295,9 @@ class SubjectRecorder:
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
+            memory=self._memory.facts(),
+            groups=self._groups,
+            fed_with_data=sorted(self._fed_with_data),
             is_own_loop=not isinstance(run, Loop),
         )
 

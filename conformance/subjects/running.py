@@ -75,11 +75,13 @@ class SubjectRuns:
         return _reference(directory)
 
     def under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
-        """Return the record of a cell on the simulated accelerator under a schedule; see `TrainJob.is_repeated`.
+        """Return the record of a cell under a schedule of the simulated accelerator; see `TrainJob.is_repeated`.
 
-        Raises as `evidence` does.
+        Other devices have no schedules. Raises as `evidence` does.
         """
-        return self._trained(cell, self.reference(cell), schedule=schedule, is_repeated=is_repeated)
+        return self._trained(
+            cell, self.reference(cell), schedule=schedule if self._is_simulated else "", is_repeated=is_repeated
+        )
 
     def evidence(self, cell: Cell, *, tapped: bool = False) -> Evidence:
         """Return the record of a cell with its reference; of a `tapped` run with taps in its directory.
@@ -100,7 +102,7 @@ class SubjectRuns:
         self, cell: Cell, reference: Reference, *, tapped: bool = False, schedule: str = "", is_repeated: bool = False
     ) -> SubjectRecord:
         task = "train_tapped_subject" if tapped else "train_subject"
-        run = f"{task} {schedule}{' repeated' * is_repeated}" if schedule else task
+        run = " ".join(filter(None, (task, schedule, "repeated" * is_repeated)))
         header = self._header(run, cell, defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(

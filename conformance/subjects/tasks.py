@@ -25,13 +25,15 @@ from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
 from conformance.subjects import reference
-from conformance.subjects.accelerator import BLOCK_BYTES, AcceleratorLog
+from conformance.subjects.accelerator import AcceleratorLog
+from conformance.subjects.activations import activation_memory
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.memory_log import BLOCK_BYTES, MemoryLog
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -105,6 +107,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         updates=updates,
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
+        activations=activation_memory(subject, job.workload, device),
         varies=_varies(subject, job.workload),
     )
     return msgspec.to_builtins(facts)
@@ -140,16 +143,23 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
     if device.type == simulated.NAME:
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
+    memory = MemoryLog(device)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
-    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
+    with (
+        ExitStack() as uninitialised,
+        accelerator.trace.installed() if accelerator else nullcontext(),
+        memory.memory.installed(),
+    ):
         uninitialised.enter_context(uninitialised_is_nan())
-        with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
+        building = [*([lines.listen_to_outcomes] if lines else []), *memory.memory.listeners]
+        with DispatchTap([], outcomes=building) if building else nullcontext():
             run = build()
         recorder = SubjectRecorder(
             run,
             names=job.names,
             aliases=job.aliases,
             begin=partial(_begin, job, device, uninitialised, lines),
+            memory=memory,
             writers=writers,
             accelerator=accelerator,
         )
@@ -208,7 +218,8 @@ def _all_steps(
     recorder: SubjectRecorder,
 ) -> list[float]:
     """Take all steps, the last ones with a newly built run if the cell is resumed; returns logged losses."""
-    batches = _batches(subject, job, run)
+    with recorder.unseen():
+        batches = _batches(subject, job, run)
     if not job.cell.resumed:
         losses = _trained(run, batches, recorder, first=0)
     else:
