@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.fsdp_state import GroupSettings, settings_of
 from conformance.instruments.sharding import local
@@ -102,10 +102,10 @@ class SubjectRecorder:
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
-        outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]
+        outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
         self._memory, self._accelerator = memory, accelerator
         outcomes += [accelerator.trace.listen] if accelerator else []
-        outcomes += [*memory.memory.listeners]
+        outcomes += memory.memory.listeners
         self._tap = DispatchTap(listeners, outcomes=outcomes)
         self._written: dict[str, Line] = {}
         self._sharded: dict[str, nn.Parameter] = {}

@@ -59,16 +59,18 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
     others = own.fixed_bytes + own.left_bytes
-    late = in_flight_bytes(evidence, facts, besides=names)  # gloo's threads; those of FSDP's groups are in its buffers
+    in_flight = in_flight_bytes(
+        evidence, facts, besides=names
+    )  # gloo's threads; those of FSDP's groups are in its buffers
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
-    yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + late)
+    yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + in_flight)
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
-    most = backward + own.backward_bytes + buffers.backward() + late
+    most = backward + own.backward_bytes + buffers.backward() + in_flight
     yield PhaseRoom("backward", forward + own.held_bytes, most)
     clip = others + own.gradient_bytes
-    yield PhaseRoom("clip", clip, clip + own.trained_bytes + late)
+    yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
-    yield PhaseRoom("optimizer", clip, clip + state + late)
+    yield PhaseRoom("optimizer", clip, clip + state + in_flight)
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:

@@ -158,7 +158,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             run,
             names=job.names,
             aliases=job.aliases,
-            begin=partial(_begin, job, device, uninitialised, lines),
+            begin=partial(_begin, job, device, uninitialised, lines, memory),
             memory=memory,
             writers=writers,
             accelerator=accelerator,
@@ -184,7 +184,14 @@ def built(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
     """Do nothing: defects replace this function, to reach a run that is about to take its first step."""
 
 
-def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines: Writers | None, run: Built) -> None:
+def _begin(
+    job: TrainJob,
+    device: torch.device,
+    uninitialised: ExitStack,
+    lines: Writers | None,
+    memory: MemoryLog,
+    run: Built,
+) -> None:
     """After inspection, load the reference weights."""
     uninitialised.close()
     if not job.cell.offload:
@@ -193,7 +200,8 @@ def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines:
     if job.is_repeated:
         for group in run.optimizer.param_groups:
             group["lr"] *= 0
-    built(run.model, run.optimizer, job.max_norm)
+    with memory.listening():
+        built(run.model, run.optimizer, job.max_norm)
 
 
 def _require_on(device: torch.device, model: nn.Module, lines: Writers | None) -> None:
