@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from conformance.defects.injection import NotInjectable, defect, instead_of
 from conformance.instruments.sharding import full, local
-from conformance.plan.substrates import SIM
+from conformance.plan.substrates import SIM, WITHOUT_DEVICES
 
 CELLS = "id = dp2-fp32-default-full"
 SYNC = (
@@ -102,7 +102,7 @@ def layer_not_synchronised(
     above[-1].register_forward_pre_hook(switch)
 
 
-@defect("memory-held", CELLS, FSDP2, of="any trainer", substrates=SIM)
+@defect("memory-held", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
 @BUILT
 def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each rank keeps the weights unsharded on its device, as after loading a checkpoint."""
@@ -115,7 +115,7 @@ def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer:
         optimizer.register_step_post_hook(keep)
 
 
-@defect("memory-of-steps", CELLS, FSDP2, of="any trainer", substrates=SIM)
+@defect("memory-of-steps", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
 @BUILT
 def gradients_left(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each step appends its largest gradient to a list."""
@@ -127,6 +127,26 @@ def gradients_left(benign: bool, _original: Any, _model: nn.Module, optimizer: O
             left.clear()
 
     optimizer.register_step_pre_hook(append)
+
+
+@defect("memory-by-phase", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@BUILT
+def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """Weights and result of each module are kept from forward until the optimizer steps."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, _inputs: Any, result: Any) -> None:
+        weights = module.parameters(recurse=False)
+        kept.extend(local(tensor).clone() for tensor in (*weights, result) if isinstance(tensor, Tensor))
+        if benign:
+            kept.clear()
+
+    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        kept.clear()
+
+    for module in model.modules():
+        module.register_forward_hook(keep)
+    optimizer.register_step_post_hook(forget)
 
 
 @defect("unordered-accesses schedules-agree", CELLS, STREAMS, of="any trainer", substrates=SIM)

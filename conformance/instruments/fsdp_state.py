@@ -1,14 +1,15 @@
-"""Private state of FSDP2's modules, for facts without a public attribute: offloading and prefetching.
+"""Private state of FSDP2's modules, for facts without a public attribute: offloading, prefetching, resharding.
 
 An error says so if a torch keeps the state elsewhere. Where the CPU is also the device of computation, offloading moves
 nothing: only FSDP's own state shows the policy. A list of one group to prefetch has no other visible effect: FSDP
 prefetches that group by default.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -43,12 +44,14 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
 
 
 def _managed(module: FSDPModule) -> list[Any]:
+    return [managed for group in _groups(module) for managed in group.fsdp_params]
+
+
+def _groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # several since torch 2.12
-        groups = state._fsdp_param_groups
-    else:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return [managed for group in groups for managed in group.fsdp_params]
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _policy(managed: Any) -> str:
@@ -101,3 +104,84 @@ def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 for gradient in (managed.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
                     if gradient is not None:
                         yield name, gradient
+
+
+class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one group of parameters that FSDP2 gathers together, and the bytes of its buffers on this rank."""
+
+    modules: list[str]
+    """Paths of the group's modules; that of the root is empty."""
+    names: list[str]
+    """Names of the group's parameters."""
+    shard_bytes: int
+    """Bytes of the shards, padded, in the dtype of the masters."""
+    unsharded_bytes: int
+    """Bytes of the unsharded parameters, padded, in the dtype of computation."""
+    trained_shard_bytes: int
+    """Bytes of the shards of parameters that are trained."""
+    computed_bytes: int
+    """Bytes of the unsharded gradients, padded, in the dtype of computation."""
+    reduced_bytes: int
+    """Bytes of the unsharded gradients, padded, in the dtype of reduction."""
+    ranks: int
+    """Ranks that shard the group."""
+    kept_bytes: int
+    """Bytes of unsharded parameters that the group may keep between forward and backward: all, none, or a smaller
+    shard."""
+    prefetched: int
+    """Most groups that the group was told to gather ahead, in forward or in backward."""
+
+
+def settings_of(model: nn.Module, names: Mapping[int, str]) -> list[GroupSettings]:
+    """Return the settings of all groups that FSDP2 has made; those of the root are final after the first forward pass.
+
+    `names` has the names of sharded parameters by their Python ids: unsharded ones may be in their place.
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: dict[int, GroupSettings] = {}
+    with private_state("the settings of its groups"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in _groups(module):
+                    found.setdefault(id(group), _settings(group, module, names, paths))
+    return list(found.values())
+
+
+def _settings(group: Any, module: FSDPModule, names: Mapping[int, str], paths: Mapping[int, str]) -> GroupSettings:
+    state = module._get_fsdp_state()
+    lists = (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+    ranks = _shard_ranks(group.mesh_info)
+    unsharded_bytes = sum(_padded(p) * ranks * _computed_in(p).itemsize for p in group.fsdp_params)
+    after = group.post_forward_mesh_info
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return GroupSettings(
+        modules=[paths.get(id(each), "?") for each in group.modules],
+        names=[names.get(id(p.sharded_param), "?") for p in group.fsdp_params],
+        shard_bytes=sum(_padded(p) * p.orig_dtype.itemsize for p in group.fsdp_params),
+        unsharded_bytes=unsharded_bytes,
+        trained_shard_bytes=sum(_padded(p) * p.orig_dtype.itemsize for p in trained),
+        computed_bytes=sum(_padded(p) * ranks * _computed_in(p).itemsize for p in trained),
+        reduced_bytes=sum(_padded(p) * ranks * (p.reduce_dtype or _computed_in(p)).itemsize for p in trained),
+        ranks=ranks,
+        kept_bytes=_kept_bytes(unsharded_bytes, ranks, 1 if after is None else _shard_ranks(after)),
+        prefetched=max(map(len, lists)),
+    )
+
+
+def _kept_bytes(unsharded_bytes: int, ranks: int, ranks_after_forward: int) -> int:
+    return 0 if ranks_after_forward == ranks > 1 else unsharded_bytes // ranks_after_forward
+
+
+def _padded(managed: Any) -> int:
+    return int(managed.padded_sharded_param_size.numel())
+
+
+def _computed_in(managed: Any) -> torch.dtype:
+    dtype: torch.dtype = managed.param_dtype or managed.orig_dtype
+    return dtype
+
+
+def _shard_ranks(mesh: Any) -> int:
+    """Return the ranks that shard a group, 1 for a mesh that only replicates."""
+    return int(getattr(mesh, "shard_mesh_size", 1))

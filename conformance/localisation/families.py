@@ -140,7 +140,15 @@ _ANY_TRAINER: dict[str, Where] = dict.fromkeys(
     _STATE,
 ) | dict.fromkeys(("every-gradient", "gradients", "parameters", "loss", "gradient-norm", "clipping"), _TENSOR)
 _ANY_TRAINER |= dict.fromkeys(
-    ("unordered-accesses", "schedules-agree", "memory-held", "memory-of-steps", "memory-of-streams"), _DEVICE
+    (
+        "unordered-accesses",
+        "schedules-agree",
+        "memory-held",
+        "memory-by-phase",
+        "memory-of-steps",
+        "memory-of-streams",
+    ),
+    _DEVICE,
 )
 """Laws of any trainer, which have names in place of families."""
 

@@ -40,6 +40,7 @@ CAUSAL_ORDER = (
     "unordered-accesses",
     "schedules-agree",
     "memory-held",
+    "memory-by-phase",
     "memory-of-steps",
     "memory-of-streams",
 )

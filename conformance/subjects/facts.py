@@ -3,6 +3,7 @@
 import msgspec
 
 from conformance.instruments.facts import Collective, StreamFacts
+from conformance.instruments.fsdp_state import GroupSettings
 from conformance.instruments.taps import Line
 from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import SubjectCell, Workload
@@ -37,7 +38,7 @@ class ShardedParameter(msgspec.Struct, frozen=True):
 
 
 class PhasePeaks(msgspec.Struct, frozen=True):
-    """Peaks of the caching allocator in one phase of a step, in bytes above those before the model was built."""
+    """Peaks of memory in one phase of a step, in bytes above those before the model was built."""
 
     step: int
     """Number of the step; -1 while the model is built."""
@@ -46,10 +47,12 @@ class PhasePeaks(msgspec.Struct, frozen=True):
     """Bytes that torch asked for, before the allocator rounds."""
     waiting_bytes: int
     """Bytes of blocks that are freed and wait for a stream: peak of active memory above that of allocated memory."""
+    start_bytes: int = 0
+    """Most bytes that were held when the phase began; a step of several micro-batches has it several times."""
 
 
 class HeldMemory(msgspec.Struct, frozen=True):
-    """Memory that the caching allocator holds after a step, in bytes above that before the model was built."""
+    """Memory that is held after a step, in bytes above that before the model was built."""
 
     step: int
     """Number of the step; -1 when the model is built."""
@@ -62,7 +65,7 @@ class HeldMemory(msgspec.Struct, frozen=True):
 
 
 class AllocatorFacts(msgspec.Struct, frozen=True):
-    """Caching allocator of one rank, see `accelerator.AllocatorLog`."""
+    """Memory of one rank: of an accelerator's caching allocator, or of the CPU, see `memory_log.MemoryLog`."""
 
     peaks: list[PhasePeaks]
     held: list[HeldMemory]
@@ -76,7 +79,6 @@ class AcceleratorFacts(msgspec.Struct, frozen=True):
     """Streams of the run that worked in its steps, by their numbers in a schedule `starve:N`."""
     streams: StreamFacts
     """Streams in all steps."""
-    allocator: AllocatorFacts
 
 
 class StepCalls(msgspec.Struct, frozen=True):
@@ -127,7 +129,13 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     sharding: list[Line] = []
     """Lines that called `fully_shard`; only of a tapped run."""
     accelerator: AcceleratorFacts | None = None
-    """Streams and memory of the accelerator, if there is one."""
+    """Streams of the simulated accelerator, if there is one."""
+    memory: AllocatorFacts | None = None
+    """Memory of the device on which the rank computes; None in records of earlier versions."""
+    groups: list[GroupSettings] = []
+    """Groups of parameters that FSDP2 has made, as they were when the first backward pass began."""
+    fed_with_data: list[str] = []
+    """Modules that FSDP2 has sharded and whose inputs need no gradient: FSDP reshards them when backward has ended."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
     by_suite: list[Ingredient] = []
@@ -139,6 +147,19 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     def is_own_loop(self) -> bool:
         """True if the trainer's own code takes the steps, False if the suite's loop does."""
         return "loop" not in self.by_suite
+
+
+class ActivationMemory(msgspec.Struct, frozen=True):
+    """Memory that one process needs for a micro-batch beside parameters, gradients and the micro-batch, in bytes."""
+
+    forward_bytes: int
+    """Peak in forward."""
+    held_bytes: int
+    """Bytes that are held when backward begins."""
+    output_bytes: int
+    """Bytes of the model's outputs and of the loss."""
+    backward_bytes: int
+    """Peak in backward, with each gradient dropped as soon as it is complete."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -180,6 +201,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     bf16_gradients: OwnErrors | None
     """Own errors of bf16 in the first step."""
     bf16_matmul_dtypes: list[str]
+    activations: list[ActivationMemory]
+    """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
     notes: list[str] = []

@@ -17,18 +17,21 @@ from torch.optim import Optimizer
 
 from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
+from conformance.instruments.fsdp_state import GroupSettings, settings_of
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
 from conformance.sim import device as simulated
-from conformance.subjects.accelerator import BUILD, AcceleratorLog
+from conformance.subjects.accelerator import AcceleratorLog
+from conformance.subjects.data import tensors
 from conformance.subjects.facts import ShardedParameter, StepCalls, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
+from conformance.subjects.memory_log import BUILD, MemoryLog
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
 
@@ -87,6 +90,7 @@ class SubjectRecorder:
         names: Collection[str],
         aliases: Collection[str],
         begin: Callable[[Built], None],
+        memory: MemoryLog,
         noted: Callable[[Collective], None] | None = None,
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
@@ -94,7 +98,7 @@ class SubjectRecorder:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
         `noted` is called with each collective that this rank issues.
-        `accelerator` has been there before the run was built.
+        `memory` and `accelerator` have been there before the run was built.
         """
         self._begin = begin
         self._is_begun = False
@@ -102,9 +106,10 @@ class SubjectRecorder:
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog(noted)
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
-        outcomes = [each.listen_to_outcomes for each in (self.taps, writers) if each]
-        self._accelerator = accelerator
+        outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
+        self._memory, self._accelerator = memory, accelerator
         outcomes += [accelerator.trace.listen] if accelerator else []
+        outcomes += memory.memory.listeners
         self._tap = DispatchTap(listeners, outcomes=outcomes)
         self._written: dict[str, Line] = {}
         self._sharded: dict[str, nn.Parameter] = {}
@@ -123,6 +128,8 @@ class SubjectRecorder:
         self._clipped = 0
         self._logged_norms: list[float] = []
         self._before_clip = 0
+        self._groups: list[GroupSettings] = []
+        self._fed_with_data: set[str] = set()
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -139,8 +146,8 @@ class SubjectRecorder:
 
     @contextmanager
     def not_listening(self) -> Iterator[None]:
-        """Open a context inside of `listening` that is no part of the training."""
-        with self._tap.paused():
+        """Open a context inside of `listening` that is no part of the training; its memory counts."""
+        with self._tap.paused(), self._memory.listening():
             yield
 
     def replace(self, run: Built) -> None:
@@ -154,7 +161,7 @@ class SubjectRecorder:
 
         Must be called inside of `listening`. Raises SubjectMistake if it is another model.
         """
-        with self._unseen():
+        with self.unseen():
             if self._is_begun:
                 self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
                 self._hook(self._run.model)
@@ -164,8 +171,7 @@ class SubjectRecorder:
                 self._is_begun = True
                 self._look_at(self._run.model)
                 self._begin(self._run)
-                if self._accelerator:
-                    self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=BUILD)
+                self._memory.hold(self._run.model, self._run.optimizer, step=BUILD)
             self._sharded = dict(self._run.model.named_parameters())
             if self.taps:
                 self.taps.attach(self._run.model)
@@ -202,9 +208,10 @@ class SubjectRecorder:
                 used.setdefault(modules[group], {})[below] = own_names[id(parameter)]
         for module, names in used.items():
             self._below_fsdp |= {*names.values()}
-            module.register_forward_pre_hook(partial(self._enter, names))
+            path = next(path for path, each in modules.items() if each is module)
+            module.register_forward_pre_hook(partial(self._enter, path, names), with_kwargs=True)
 
-    def _enter(self, names: Mapping[str, str], module: nn.Module, *_unused: Any) -> None:
+    def _enter(self, path: str, names: Mapping[str, str], module: nn.Module, *inputs: Any) -> None:
         """See the parameters of a group, which FSDP2 has gathered, as a module of it computes.
 
         `names` has the names of parameters in the model of one process, by their names in the module. Within a graph of
@@ -213,6 +220,8 @@ class SubjectRecorder:
         if torch.compiler.is_compiling() or self._phase != "forward":
             return
         self._calls.update({*names.values()})
+        if not any(tensor.requires_grad for tensor in tensors(inputs)):
+            self._fed_with_data.add(path)
         if not self._gathered.keys() >= {*names.values()}:
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 found = _layout_of(parameter)
@@ -224,6 +233,9 @@ class SubjectRecorder:
         if name == "backward":
             _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
             total.update(self._calls)
+            if not self._groups:
+                names = {id(parameter): self._named(name) for name, parameter in self._sharded.items()}
+                self._groups = settings_of(self._run.model, names)
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
         if name == "idle" or step != self._step:
@@ -234,30 +246,31 @@ class SubjectRecorder:
             instrument.phase(name, step=step)
         self._dtypes.phase(name, step=step)
         self._collectives.phase(name, step=step)
+        self._memory.phase(name, step=step)
 
     def _end_step(self) -> None:
         """Keep the results of a step, once: a trainer may not tell that it is idle."""
         if self._step <= self._ended_step:
             return
         self._ended_step = self._step
-        with self._unseen(), torch.no_grad():
-            if self._accelerator:
-                self._accelerator.allocator.hold(self._run.model, self._run.optimizer, step=self._step)
+        with self.unseen(), torch.no_grad():
+            self._memory.hold(self._run.model, self._run.optimizer, step=self._step)
             if self.taps:
                 self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def unseen(self) -> Iterator[None]:
         """Open a context for the suite's own operators, which instruments leave out."""
         with ExitStack() as stack:
             stack.enter_context(self._tap.paused())
+            stack.enter_context(self._memory.paused())
             if self._accelerator:
                 stack.enter_context(self._accelerator.unseen())
             yield
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
-        with self._unseen(), torch.no_grad():
+        with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
         self._before_clip = self._collectives.count()
@@ -270,7 +283,7 @@ class SubjectRecorder:
         self._clipped += 1
         if self._phase != "clip":
             self._collectives.rename_phase("clip", since=self._before_clip)
-        with self._unseen(), torch.no_grad():
+        with self.unseen(), torch.no_grad():
             known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
             self._norms += [] if norm is None else [scalar(known)]
             self._capture.clipped(model, norm=known, step=step)
@@ -320,6 +333,9 @@ class SubjectRecorder:
             accelerator=self._accelerator.facts() if self._accelerator else None,
             by_suite=run.by_suite if isinstance(run, Loop) else [],
             is_own_model=getattr(run, "makes_own_model", False),
+            memory=self._memory.facts(),
+            groups=self._groups,
+            fed_with_data=sorted(self._fed_with_data),
         )
 
     def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:

@@ -83,11 +83,13 @@ class SubjectRuns:
         return _reference(directory)
 
     def under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
-        """Return the record of a cell on the simulated accelerator under a schedule; see `TrainJob.is_repeated`.
+        """Return the record of a cell under a schedule of the simulated accelerator; see `TrainJob.is_repeated`.
 
-        Raises as `evidence` does.
+        Other devices have no schedules. Raises as `evidence` does.
         """
-        return self._trained(cell, self.reference(cell), schedule=schedule, is_repeated=is_repeated)
+        return self._trained(
+            cell, self.reference(cell), schedule=schedule if self._is_simulated else "", is_repeated=is_repeated
+        )
 
     def _told_under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
         with self._told_once(cell, f"{schedule}{' repeated' * is_repeated}"):
@@ -138,7 +140,7 @@ class SubjectRuns:
         seed: int = 0,
     ) -> SubjectRecord:
         task = "train_tapped_subject" if tapped else "train_subject"
-        run = f"{task} {schedule}{' repeated' * is_repeated}" if schedule else f"{task}{f' seed {seed}' * bool(seed)}"
+        run = " ".join(filter(None, (task, schedule, "repeated" * is_repeated, f"seed {seed}" * bool(seed))))
         header = self._header(run, cell, defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(

@@ -26,7 +26,8 @@ from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
 from conformance.subjects import reference
-from conformance.subjects.accelerator import BLOCK_BYTES, AcceleratorLog
+from conformance.subjects.accelerator import AcceleratorLog
+from conformance.subjects.activations import activation_memory
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
@@ -35,6 +36,7 @@ from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.formulas import write_terms
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.memory_log import BLOCK_BYTES, MemoryLog
 from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
@@ -124,6 +126,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         updates=updates,
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
+        activations=activation_memory(subject, job.workload, device),
         varies=_varies(subject, job.workload),
         notes=notes,
     )
@@ -166,20 +169,24 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
     if device.type == simulated.NAME:
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
+    memory = MemoryLog(device)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
     with (
         GRADIENT_SYNC.listening(),
         ExitStack() as uninitialised,
         accelerator.trace.installed() if accelerator else nullcontext(),
+        memory.memory.installed(),
     ):
         uninitialised.enter_context(uninitialised_is_nan())
-        with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
+        building = [*([lines.listen_to_outcomes] if lines else []), *memory.memory.listeners]
+        with DispatchTap([], outcomes=building) if building else nullcontext():
             run = build()
         recorder = SubjectRecorder(
             run,
             names=job.names,
             aliases=job.aliases,
-            begin=partial(_begin, job, device, uninitialised, lines),
+            begin=partial(_begin, job, device, uninitialised, lines, memory),
+            memory=memory,
             noted=LastCollective(Path(job.directory), rank=context.rank).note,
             writers=writers,
             accelerator=accelerator,
@@ -205,7 +212,14 @@ def built(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
     """Do nothing: defects replace this function, to reach a run that is about to take its first step."""
 
 
-def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines: Writers | None, run: Built) -> None:
+def _begin(
+    job: TrainJob,
+    device: torch.device,
+    uninitialised: ExitStack,
+    lines: Writers | None,
+    memory: MemoryLog,
+    run: Built,
+) -> None:
     """After inspection, load the reference weights."""
     uninitialised.close()
     if not job.cell.offload:
@@ -216,7 +230,8 @@ def _begin(job: TrainJob, device: torch.device, uninitialised: ExitStack, lines:
             group["lr"] *= 0
     if job.seed:
         torch.manual_seed(reference.SEED + job.seed)
-    built(run.model, run.optimizer, job.max_norm)
+    with memory.listening():
+        built(run.model, run.optimizer, job.max_norm)
 
 
 def _require_on(device: torch.device, model: nn.Module, lines: Writers | None) -> None:
@@ -241,7 +256,8 @@ def _all_steps(
     recorder: SubjectRecorder,
 ) -> list[float]:
     """Take all steps, the last ones with a newly built run if the cell is resumed; returns logged losses."""
-    batches = _batches(subject, job, run)
+    with recorder.unseen():
+        batches = _batches(subject, job, run)
     if not job.cell.resumed:
         losses = _trained(run, batches, recorder, first=0)
     else:

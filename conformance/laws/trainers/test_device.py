@@ -1,4 +1,4 @@
-"""Laws of any trainer about the streams and the memory of an accelerator, judged on the simulated one.
+"""Laws of any trainer about the streams of an accelerator, judged on the simulated one.
 
 The allocator's bytes are exact and its schedules are known there, so that these laws have no tolerance for noise. What
 they allow is derived beside each: bytes that a correct trainer may hold, whatever its model and its loop.
@@ -9,16 +9,13 @@ from collections.abc import Iterator, Sequence
 from conformance.assertions import compare
 from conformance.instruments.facts import UnorderedOperators
 from conformance.judge.law import law
-from conformance.judge.measurements import measure as report
 from conformance.outcomes import Unsupported
 from conformance.plan.substrates import SIM
 from conformance.subjects.evidence import Evidence, Under
-from conformance.subjects.facts import AcceleratorFacts, AllocatorFacts, HeldMemory, PhasePeaks, SubjectFacts
+from conformance.subjects.facts import AcceleratorFacts, AllocatorFacts, PhasePeaks, SubjectFacts
 
 STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
-_NUMBERS_BYTES = 64
-"""Bytes of the numbers that a step may leave: a loss, a norm, a count and others, eight in fp64."""
 
 
 @law("unordered-accesses", of="any trainer", like="STREAM-6", where="world > 1", reference=STREAMS, substrates=SIM)
@@ -87,87 +84,6 @@ def _schedules(ranks: Sequence[SubjectFacts]) -> list[str]:
 
 
 @law(
-    "memory-held",
-    of="any trainer",
-    like="MEM-1",
-    where="world > 1",
-    gaps=["streams-alike"],
-    reference=FULLY_SHARD,
-    substrates=SIM,
-)
-def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
-    """Besides the state of training (shards, buffers, gradients, the optimizer's state) a device MUST hold no more than
-    a second copy of its shards when the model is built, and after each step no more than then. Where parameters are
-    offloaded, they, their gradients and the optimizer's state MUST NOT be on the device.
-
-    Wrong if full weights stay after they were sharded, or a group stays gathered.
-
-    Room for one more copy of the shards is for masters in another dtype or a moving average, which are sharded like the
-    parameters; an unsharded model is at least two copies. A step may leave the tensors that variables of its loop still
-    name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
-    loop takes the steps.
-    """
-    for facts in evidence.record.ranks:
-        allocator = _allocator(facts)
-        built, *steps = allocator.held
-        room = 0 if evidence.cell.offload else built.known_bytes["parameters"]
-        where = f"rank {facts.rank}, when the model is built"
-        _expect_at_most(built.other_bytes, room + _NUMBERS_BYTES, "held besides the state", where)
-        for held in steps:
-            left = _forward_bytes(allocator, held.step) if facts.is_own_loop else 0
-            room = built.other_bytes + left + (held.step + 1) * _NUMBERS_BYTES
-            where = f"rank {facts.rank}, after step {held.step}"
-            _expect_at_most(held.other_bytes, room, "held besides the state", where)
-        for held in allocator.held if evidence.cell.offload else ():
-            _expect_offloaded(facts, held)
-
-
-def _expect_offloaded(facts: SubjectFacts, held: HeldMemory) -> None:
-    where = f"rank {facts.rank}, step {held.step}"
-    for kind in ("parameters", "gradients", "optimizer"):
-        _expect_at_most(held.known_bytes[kind], 0, f"{kind} on the device although offloaded", where)
-
-
-def _forward_bytes(allocator: AllocatorFacts, step: int) -> int:
-    """Return the bytes by which the forward passes of a step have, at their peak, exceeded those held before it."""
-    before = {held.step: held.requested_bytes for held in allocator.held}[step - 1]
-    return (
-        max((each.requested_bytes for each in allocator.peaks if _is(each, step, "forward")), default=before) - before
-    )
-
-
-@law(
-    "memory-of-steps",
-    of="any trainer",
-    like="MEM-6",
-    where="world > 1",
-    gaps=["streams-alike"],
-    reference=FULLY_SHARD,
-    substrates=SIM,
-)
-def test_steps_need_the_same_memory(under: Under) -> None:
-    """A step that repeats another one (the same micro-batches and weights) MUST have no higher peak in any phase, and
-    MUST leave no more memory, from the second step on.
-
-    Wrong if a tensor of each step is kept, as a loss with its graph, or a buffer is made anew each time.
-
-    The first step makes the optimizer's state and other lasting buffers. All others issue the same operators, so that
-    each byte more is one that an earlier step has left; only numbers may be kept.
-    """
-    for facts in under("lazy", is_repeated=True).ranks:
-        allocator = _allocator(facts)
-        held = {each.step: each.requested_bytes for each in allocator.held}
-        for peak in allocator.peaks:
-            earlier = next((each for each in allocator.peaks if _is(each, peak.step - 1, peak.phase)), None)
-            if peak.step >= 2 and earlier is not None:
-                grown, where = peak.requested_bytes - earlier.requested_bytes, f"rank {facts.rank}, step {peak.step}"
-                _expect_at_most(grown, _NUMBERS_BYTES, f"growth of the peak of {peak.phase}", where)
-                report(f"peak of {peak.phase}, {where}", peak.requested_bytes, kind="memory", unit="bytes")
-        for step in range(2, max(held) + 1):
-            _expect_at_most(held[step] - held[step - 1], _NUMBERS_BYTES, "left by a step", f"rank {facts.rank}")
-
-
-@law(
     "memory-of-streams",
     of="any trainer",
     like="STREAM-2",
@@ -203,7 +119,8 @@ def _accelerator(facts: SubjectFacts) -> AcceleratorFacts:
 
 
 def _allocator(facts: SubjectFacts) -> AllocatorFacts:
-    return _accelerator(facts).allocator
+    assert facts.memory is not None, "the record has no memory"
+    return facts.memory
 
 
 def _is(peaks: PhasePeaks, step: int, phase: str) -> bool:

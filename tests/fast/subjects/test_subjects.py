@@ -42,6 +42,7 @@ def reference_of(norm: float) -> ReferenceFacts:
         updates=[errors],
         bf16_gradients=None,
         bf16_matmul_dtypes=[],
+        activations=[],
         varies=True,
     )
 

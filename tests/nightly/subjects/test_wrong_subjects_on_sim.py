@@ -94,7 +94,7 @@ SEEN_BY = [
 
 
 def test_every_law_about_a_device_can_fail() -> None:
-    assert {law for _, _, law, _ in SEEN_BY} == {law for law, each in LAWS.items() if each.law.substrates == SIM}
+    assert {law for _, _, law, _ in SEEN_BY} >= {law for law, each in LAWS.items() if each.law.substrates == SIM}
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,15 @@ def test_a_run_tells_of_streams_and_memory(pools: Pools, tmp_path: Path) -> None
     for facts in on_sim.evidence(DP2).record.ranks:
         seen = facts.accelerator
         assert seen is not None
+        assert facts.memory is not None
         assert seen.schedule == "lazy"
         assert seen.streams.unordered == []
         assert {"all_gather_copy_in_stream", "reduce_scatter_stream"} <= seen.streams.operators.keys()
-        assert [held.step for held in seen.allocator.held] == [-1, 0, 1, 2]
-        shards = seen.allocator.held[0].known_bytes["parameters"]
-        assert {held.known_bytes["parameters"] for held in seen.allocator.held} == {shards}
-        assert seen.allocator.held[-1].known_bytes["optimizer"] == shards  # momentum
-        assert {(peak.step, peak.phase) for peak in seen.allocator.peaks} >= {(0, "forward"), (2, "optimizer")}
+        assert [held.step for held in facts.memory.held] == [-1, 0, 1, 2]
+        shards = facts.memory.held[0].known_bytes["parameters"]
+        assert {held.known_bytes["parameters"] for held in facts.memory.held} == {shards}
+        assert facts.memory.held[-1].known_bytes["optimizer"] == shards  # momentum
+        assert {(peak.step, peak.phase) for peak in facts.memory.peaks} >= {(0, "forward"), (2, "optimizer")}
 
 
 def test_each_stream_can_be_starved(pools: Pools, tmp_path: Path) -> None:

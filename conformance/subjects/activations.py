@@ -1,0 +1,75 @@
+"""Activations of a subject's model: the memory that one process needs for a micro-batch, which no trainer decides.
+
+Measured with the ledger, or the allocator, that measures parallel runs, so that both leave out the same.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.sim import device as simulated
+from conformance.subjects import reference
+from conformance.subjects.cells import Workload
+from conformance.subjects.data import micro_batches, tensors, to_device
+from conformance.subjects.facts import ActivationMemory
+from conformance.subjects.memory_log import Memory, memory_of
+from conformance.subjects.protocol import Batch, Subject
+
+
+def activation_memory(subject: Subject, workload: Workload, device: torch.device) -> list[ActivationMemory]:
+    """Return the memory of micro-batches in fp32 by data-parallel rank, of each the most of all steps.
+
+    The CPU computes for the simulated accelerator, whose operators return the same tensors.
+    """
+    device = torch.device("cpu") if device.type == simulated.NAME else device
+    model = reference.initial_model(subject, tied=workload.tied).to(device)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+    memory = memory_of(device)
+    with memory.installed():
+        return [
+            _most([_measured(subject, model, batch, memory, device) for batch in _batches(subject, workload, rank)])
+            for rank in range(workload.data_ranks)
+        ]
+
+
+def _batches(subject: Subject, workload: Workload, data_rank: int) -> list[Batch]:
+    steps = range(len(workload.accumulation))
+    return [batch for step in steps for batch in micro_batches(subject, workload, step=step, data_rank=data_rank)]
+
+
+def _measured(
+    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device
+) -> ActivationMemory:
+    batch = to_device(batch, device)
+    before = memory.held_bytes
+    memory.reset_peak()
+    outputs: list[int] = []
+    hook = model.register_forward_hook(lambda _model, _inputs, result: outputs.append(_bytes_of(result)))
+    with DispatchTap([], outcomes=memory.listeners):
+        loss = subject.loss(model, batch)
+        forward, held = memory.peak_bytes - before, memory.held_bytes - before
+        memory.reset_peak()
+        torch.autograd.backward(loss)
+    hook.remove()
+    return ActivationMemory(forward, held, sum(outputs) + loss.nbytes, memory.peak_bytes - before)
+
+
+def _most(measured: Sequence[ActivationMemory]) -> ActivationMemory:
+    return ActivationMemory(
+        max(each.forward_bytes for each in measured),
+        max(each.held_bytes for each in measured),
+        max(each.output_bytes for each in measured),
+        max(each.backward_bytes for each in measured),
+    )
+
+
+def _bytes_of(outputs: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors(outputs))
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None

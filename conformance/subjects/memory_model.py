@@ -1,0 +1,164 @@
+"""Model of a trainer's memory in each phase of a step, from FSDP2's groups and the activations of one process.
+
+All bytes are of one rank and above those that it holds before the step. FSDP2's buffers are those of
+torch/distributed/fsdp/_fully_shard: the output of an all-gather, the unsharded parameters that are copied out of it,
+the unsharded gradients, the input of a reduce-scatter and its output.
+
+- Activations: those of one process in fp32 for the same micro-batch, under the same ledger. In bf16 each of its
+  tensors is there in bf16, in fp32, or in both (a cast): at most 3/2. With tensor parallelism over two ranks each is
+  there whole, as one rank's half, or as both (a redistribution): at most 3/2. Where ranks exchange samples (all-to-all,
+  as for experts) a rank may be given those of all ranks.
+- A group that is resharded after forward is unsharded while it computes, with the groups around it. Buffers of two
+  all-gathers are there besides, the previous one's and its own, and of as many as it was told to gather ahead.
+- In backward FSDP2 gathers one group ahead by itself. The gradients of a group wait for all of the group: of a group
+  around others until these are done, and of one that is fed with data until backward ends, as its parameters. The
+  inputs of two reduce-scatters are there, the previous one's and its own, and one output.
+- In a step of several micro-batches all groups may stay unsharded, and all gradients may wait unsharded for the last.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+from conformance.instruments.fsdp_state import GroupSettings
+from conformance.outcomes import Unsupported
+from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
+from conformance.subjects.facts import AllocatorFacts, SubjectFacts
+
+NUMBERS_BYTES = 64
+"""Bytes of the numbers that a step may leave: a loss, a norm, a count and others, eight in fp64."""
+_THREADS = 2
+"""Threads of a process group of gloo."""
+_OPTIMIZER_COPIES = 3
+"""Temporary copies of the shards that an optimizer's step may need: Adam with `foreach` needs a gradient with weight
+decay, a denominator, and an update."""
+_NAMED = 3
+"""Copies of the model's outputs that variables of a trainer's own loop may name while the next phases run: the outputs,
+a cast of them, and a shifted copy."""
+_BOTH = 1.5
+"""Bytes of a tensor in two dtypes, or in two layouts, relative to its bytes in one process."""
+
+
+@dataclass(frozen=True)
+class PhaseRoom:
+    """Bytes that a rank may hold in one phase of a step."""
+
+    phase: str
+    start_bytes: int
+    """When the phase begins, in any of its micro-batches."""
+    peak_bytes: int
+
+
+def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step: int) -> Iterator[PhaseRoom]:
+    """Yield the room of a rank in the phases of a step that end with something else than they began with.
+
+    Raises Unsupported for a trainer without groups of FSDP2.
+    """
+    if not facts.groups:
+        raise Unsupported("FSDP2 has made no group of parameters")
+    buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
+    names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
+    others = own.fixed_bytes + own.left_bytes
+    in_flight = in_flight_bytes(
+        evidence, facts, besides=names
+    )  # gloo's threads; those of FSDP's groups are in its buffers
+    forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
+    yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + in_flight)
+    backward = forward + own.gradient_bytes + buffers.replicated_bytes
+    most = backward + own.backward_bytes + buffers.backward() + in_flight
+    yield PhaseRoom("backward", forward + own.held_bytes, most)
+    clip = others + own.gradient_bytes
+    yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
+    state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
+    yield PhaseRoom("optimizer", clip, clip + state + in_flight)
+
+
+def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:
+    """Return the bytes that threads of gloo may hold a little longer; 0 on accelerators, where the host waits for them.
+
+    Each process group has two threads, each of which may hold the tensors of its last operator. `besides` are names of
+    groups to leave out.
+    """
+    if evidence.cell.device != "cpu":
+        return 0
+    largest: dict[str, int] = {}
+    for entry in facts.collectives:
+        copies = 1 + evidence.cell.world_size if entry.kind == GATHER else 2
+        largest[entry.group] = max(largest.get(entry.group, 0), copies * entry.nbytes)
+    return sum(_THREADS * nbytes for group, nbytes in largest.items() if group not in besides)
+
+
+class _Own:
+    """Memory of a trainer that is not FSDP's."""
+
+    def __init__(self, evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step: int) -> None:
+        held = {each.step: each.known_bytes for each in memory.held}
+        before, after = held[step - 1], held[step]
+        activations = evidence.reference.facts.activations[facts.data_rank]
+        more = _factor(evidence, facts)
+        on_device = evidence.cell.device != "cpu"
+        self.forward_bytes = round(more * activations.forward_bytes)
+        self.held_bytes = round(more * activations.held_bytes)
+        self.backward_bytes = round(more * activations.backward_bytes)
+        self.left_bytes = _NAMED * round(more * activations.output_bytes) if facts.is_own_loop else 0
+        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
+        self.trained_bytes = sum(group.trained_shard_bytes for group in facts.groups)
+        gradients = 0 if evidence.cell.offload and on_device else self.trained_bytes
+        self.gradient_bytes = max(gradients - before["gradients"], 0)
+        self.state_bytes = max(after["optimizer"] - before["optimizer"], 0)
+
+
+def _factor(evidence: Evidence, facts: SubjectFacts) -> float:
+    """Return the activations that a rank may need, relative to those of one process for its micro-batch in fp32."""
+    in_bf16 = _BOTH if evidence.cell.precision == "bf16" else 1.0
+    over_features = _BOTH if "tp" in evidence.cell.shape else 1.0
+    exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
+    return in_bf16 * over_features * (evidence.cell.world_size if exchanged else 1)
+
+
+class _Buffers:
+    """Buffers of FSDP2 on a rank in a step."""
+
+    def __init__(self, evidence: Evidence, facts: SubjectFacts, step: int) -> None:
+        self._groups = facts.groups
+        self._fed = [group for group in facts.groups if set(group.modules) & set(facts.fed_with_data)]
+        self._ahead = max(group.prefetched for group in facts.groups)
+        casts = evidence.cell.precision == "bf16" or evidence.cell.offload
+        self._cast_bytes = max(group.shard_bytes for group in facts.groups) if casts else 0
+        self.accumulates = evidence.cell.accumulation[step] > 1
+        unsharded = sum(group.unsharded_bytes for group in facts.groups)
+        self.kept_bytes = unsharded if self.accumulates else sum(group.kept_bytes for group in facts.groups)
+        self.waiting_bytes = sum(group.reduced_bytes for group in facts.groups) if self.accumulates else 0
+        is_replicated = "dp_replicate" in evidence.cell.shape
+        self.replicated_bytes = sum(g.reduced_bytes // g.ranks for g in facts.groups) if is_replicated else 0
+        """Outputs of reduce-scatters, which FSDP2 keeps until the all-reduces of backward have ended."""
+
+    def forward(self) -> int:
+        """Return the bytes that are needed at once in forward, above those of the groups that stay unsharded."""
+        computing = max(sum(map(self._resharded, self._with_outer(group))) for group in self._groups)
+        return computing + self._gathered(2 + self._ahead) + self._cast_bytes
+
+    def backward(self) -> int:
+        """Return the same in backward."""
+        computing = max(sum(map(self._in_backward, self._with_outer(group))) for group in self._groups)
+        fed = sum(map(self._in_backward, self._fed))
+        reduced = nlargest(2, (group.reduced_bytes for group in self._groups))
+        outputs = max(group.reduced_bytes // group.ranks for group in self._groups)
+        return computing + fed + self._gathered(1 + max(1, self._ahead)) + self._cast_bytes + sum(reduced) + outputs
+
+    def _resharded(self, group: GroupSettings) -> int:
+        return max(group.unsharded_bytes - group.kept_bytes, 0)
+
+    def _in_backward(self, group: GroupSettings) -> int:
+        return self._resharded(group) + group.computed_bytes
+
+    def _gathered(self, count: int) -> int:
+        return sum(nlargest(count, (group.unsharded_bytes for group in self._groups)))
+
+    def _with_outer(self, group: GroupSettings) -> list[GroupSettings]:
+        """Return a group and those around it."""
+        return [each for each in self._groups if each is group or _is_around(each.modules, group.modules)]
+
+
+def _is_around(outer: Sequence[str], inner: Iterable[str]) -> bool:
+    return any(not path or each.startswith(f"{path}.") for each in inner for path in outer)
