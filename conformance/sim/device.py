@@ -129,6 +129,6 @@ def _fork_rng(fork_rng: Any, devices: Any = None, enabled: bool = True, *args: A
     return fork_rng(devices, enabled, *args, **options)
 
 
-def make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return the backend of a process group; torch calls this function for a new group, the extension for a split one."""
+def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the backend of a process group: torch asks for that of a new group, the extension for that of a split."""
     return extension().make_backend(dist.ProcessGroupGloo(store, rank, size, timeout), timeout // _MILLISECOND)
