@@ -38,6 +38,25 @@ def devices_have_memory_and_streams_of_their_own() -> None:
     assert next(block["state"] for block in segment["blocks"]) == "active_allocated"
 
 
+def devices_are_initialized_by_their_first_use() -> None:
+    """DeviceMesh chooses the device of LOCAL_RANK where the program has used none."""
+    module = torch.get_device_module("sim")
+    assert not module.is_initialized()
+    torch.ones(1, device="sim:1")
+    assert module.is_initialized()
+
+
+def pinned_memory_is_returned() -> None:
+    pinned = torch.ones(100, pin_memory=True)
+    device = pinned.to("sim", non_blocking=True)
+    del pinned
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", lambda: None)  # not in all versions of torch
+    empty_host_cache()
+    assert device.sum().item() == 100
+    empty_host_cache()
+    assert torch.zeros(100, pin_memory=True).is_pinned()
+
+
 def copies_between_devices_wait_for_both() -> None:
     """The copy follows earlier work on both devices, and precedes later work."""
     source, target = torch.zeros(4, device="sim:0"), torch.full((4,), 7.0, device="sim:1")
@@ -118,6 +137,8 @@ def in_fork(check: Callable[[], object]) -> None:
     "check",
     [
         devices_have_memory_and_streams_of_their_own,
+        devices_are_initialized_by_their_first_use,
+        pinned_memory_is_returned,
         copies_between_devices_wait_for_both,
         generators_are_seeded_and_restored,
         events_are_timed,
