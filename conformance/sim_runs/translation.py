@@ -60,14 +60,14 @@ def translate_imports(folders: Sequence[Path] = (), modules: Collection[str] = (
 class _Translator(ast.NodeTransformer):
     def __init__(self) -> None:
         self.replacements = 0
-        self._of_cuda_amp: set[str] = set()
+        self._cuda_amp_names: set[str] = set()
         """Names under which the program has functions of `torch.cuda.amp`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = ast.unparse(node.func)
         is_without = all(keyword.arg != "device" for keyword in node.keywords)
         default_is_cuda = name.rpartition(".")[2] == "GradScaler" and not node.args and is_without
-        if default_is_cuda or name in self._of_cuda_amp or name.startswith(f"{_CUDA_AMP}."):
+        if default_is_cuda or name in self._cuda_amp_names or name.startswith(f"{_CUDA_AMP}."):
             node.args.insert(0, ast.copy_location(ast.Constant(NAME), node))
             self.replacements += 1
         return self.generic_visit(node)
@@ -105,7 +105,7 @@ class _Translator(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if node.module == _CUDA_AMP:
-            self._of_cuda_amp |= {alias.asname or alias.name for alias in node.names}
+            self._cuda_amp_names |= {alias.asname or alias.name for alias in node.names}
         node.module = node.module and self._module(node.module)
         for alias in node.names:
             if alias.name == "cuda":

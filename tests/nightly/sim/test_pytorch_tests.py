@@ -77,8 +77,8 @@ def run(checkout: Path, *options: str) -> tuple[int, str, Record]:
 
 
 def outcomes(record: Record) -> dict[str, str]:
-    (of_file,) = record.runs
-    return {outcome.test.rpartition("::")[2]: outcome.outcome for outcome in of_file.outcomes}
+    (run_of_file,) = record.runs
+    return {outcome.test.rpartition("::")[2]: outcome.outcome for outcome in run_of_file.outcomes}
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
