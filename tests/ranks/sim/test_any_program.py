@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.sim import generators
+from conformance.sim import device, generators
 from conformance.sim import torch_sim as SIM  # noqa: N812 - as programs name it, torch.sim
+from conformance.sim.schedules import Schedule
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
 from tests.support.simulated_processes import enabled_exit_code
 
@@ -87,6 +88,28 @@ def generators_are_seeded_and_restored() -> None:
     assert torch.equal(torch.randn(20, device="sim"), second)
 
 
+def no_schedule_changes_random_numbers() -> None:
+    """Operators are seeded when the host issues them, and run in the order of their stream, without a wait."""
+    shares = torch.full((8, 4), 0.5, device="sim")
+    samples = []
+    for schedule in ("eager", "lazy", "random:5"):
+        device.follow(Schedule.parse(schedule))
+        torch.manual_seed(3)
+        waits = device.counts()["waits"]
+        drawn = [
+            torch.rand(8, 4, device="sim"),
+            torch.randperm(8, device="sim"),
+            torch.bernoulli(shares),
+            torch.normal(shares, 1.0),
+            torch.multinomial(shares, 2),
+            torch.nn.functional.dropout(shares),
+        ]
+        assert device.counts()["waits"] == waits
+        samples.append([tensor.cpu() for tensor in drawn])
+    for eager, *others in zip(*samples, strict=True):
+        assert all(torch.equal(eager, other) for other in others)
+
+
 def events_are_timed() -> None:
     start, end = SIM.Event(enable_timing=True), SIM.Event(enable_timing=True)
     start.record()
@@ -141,6 +164,7 @@ def in_fork(check: Callable[[], object]) -> None:
         pinned_memory_is_returned,
         copies_between_devices_wait_for_both,
         generators_are_seeded_and_restored,
+        no_schedule_changes_random_numbers,
         events_are_timed,
         forks_before_the_first_tensor_have_the_device,
     ],
