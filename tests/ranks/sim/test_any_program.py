@@ -243,6 +243,7 @@ def test_tests_of_any_project_run_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "test_sum.py").write_text(TESTS)
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
     assert "1 passed" in output_of(*pytest_command, "--sim", "--sim-devices", "2")
+    assert "1 passed" in output_of("-m", "conformance", "sim", "run", "--devices", "2", *pytest_command)
     assert "write a number from 1 to 8" in output_of(*pytest_command, "--sim", "--sim-devices", "9", status=4)
     assert "1 failed" in output_of(*pytest_command, status=1, variables={DEVICES_VARIABLE: ""})
 
