@@ -23,6 +23,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
+from conformance.run.kinds import described, kinds
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
 _ABOUT = {
@@ -98,7 +99,7 @@ def generated() -> dict[Path, str]:
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
         docs / "judge_your_trainer.md": _with_blocks(
-            docs / "judge_your_trainer.md", {"subject-laws": _subject_laws, "subjects": _subjects}
+            docs / "judge_your_trainer.md", {"kinds": _kinds, "subject-laws": _subject_laws, "subjects": _subjects}
         ),
         LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
@@ -162,6 +163,12 @@ def _families(matrix: Matrix) -> str:
     if named != (ids := sorted({law.partition("-")[0] for law in matrix.laws()})):
         raise ValueError(f"_ABOUT names laws {named}, the matrix has {ids}: say in _ABOUT what each is about")
     return tabulate(_ABOUT.items(), headers=["laws", "what MUST hold"], tablefmt="github")
+
+
+def _kinds() -> str:
+    """Return a table of the examples that `conformance judge --init` writes."""
+    rows = [(f"`{kind}`", *described(kind)) for kind in kinds()]
+    return tabulate(rows, headers=["kind", "example", "what is different"], tablefmt="github")
 
 
 def _subject_laws() -> str:

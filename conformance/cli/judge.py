@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_limit
-from conformance.project import PACKAGE, require_checkout
+from conformance.project import require_checkout
 from conformance.report.schema import Report
 from conformance.run import known_trainers
+from conformance.run.kinds import DEFAULT_KIND, kinds, write_example
 from reference_trainer.checks import UsageError
 
-TEMPLATE = PACKAGE / "subjects" / "example.py.txt"
-"""Commented example that `--init` writes."""
 _EXAMPLE = Path("my_subject.py")
 
 
@@ -38,6 +37,9 @@ def add_parser(commands: Commands) -> None:
         const=_EXAMPLE,
         metavar="FILE",
         help=f"write an example to begin with (default: {_EXAMPLE})",
+    )
+    parser.add_argument(
+        "--kind", metavar="KIND", help=f"with --init: one of {', '.join(kinds())} (default: {DEFAULT_KIND})"
     )
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
     parser.add_argument(
@@ -72,7 +74,9 @@ def run(options: argparse.Namespace) -> Answer:
     if options.list:
         return Answer(known_trainers.as_text(known_trainers.known_subjects()))
     if options.init is not None:
-        return _write_example(options.init)
+        return _write_example(options.init, options.kind or DEFAULT_KIND)
+    if options.kind is not None:
+        raise UsageError("--kind chooses the example that --init writes: give --init, too")
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
     known_trainers.resolve(options.subject)
@@ -111,10 +115,6 @@ def _session_arguments(options: argparse.Namespace) -> list[str]:
     return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 
-def _write_example(file: Path) -> Answer:
-    if file.suffix != ".py":
-        raise UsageError(f"{file} is no Python file: give a name that ends in .py")
-    if file.exists():
-        raise UsageError(f"{file} exists: give another name, or remove it")
-    file.write_text(TEMPLATE.read_text().replace("FILE:", f"{file.name}:"))
-    return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
+def _write_example(file: Path, kind: str) -> Answer:
+    commands = write_example(kind, file)
+    return Answer("\n".join([f"written: {file}", *(f"next: {command}" for command in commands)]))

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from conformance.defects.injection import defect, instead_of
+from conformance.defects.injection import NotInjectable, defect, instead_of
 from conformance.instruments.sharding import full, local
 from conformance.plan.substrates import SIM
 
 CELLS = "id = dp2-fp32-default-full"
+SYNC = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+    "#torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
+)
 FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
@@ -79,6 +84,22 @@ def stale_shard(benign: bool, _original: Any, model: nn.Module, optimizer: Optim
 def parameters_frozen(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Every update of every parameter is lost."""
     _undo(optimizer, [local(parameter) for parameter in _trained(model)], undone=lambda _taken: not benign)
+
+
+@defect("every-gradient every-update gradients gradients-are-reduced", CELLS, SYNC, of="any trainer")
+@BUILT
+def layer_not_synchronised(
+    benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Gradients of one group of FSDP are never reduced, although the loop asks for it."""
+
+    def switch(module: FSDPModule, _args: Any) -> None:
+        module.set_requires_gradient_sync(benign, recurse=False)
+
+    above = _above(model, _trained(model)[0])
+    if not above:
+        raise NotInjectable("no module of FSDP2 holds the first parameter")
+    above[-1].register_forward_pre_hook(switch)
 
 
 @defect("memory-held", CELLS, FSDP2, of="any trainer", substrates=SIM)
@@ -155,6 +176,15 @@ def _undo(optimizer: Optimizer, shards: list[Tensor], *, undone: Callable[[int],
 
     optimizer.register_step_pre_hook(keep)
     optimizer.register_step_post_hook(restore)
+
+
+def _above(model: nn.Module, parameter: nn.Parameter) -> list[Any]:
+    """Return the FSDP modules that hold a parameter, the outermost first."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and any(each is parameter for each in module.parameters())
+    ]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """Log of all collectives as the dispatcher sees them, of FSDP2, DTensor, clipping and the trainer."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
+from conformance.instruments.issuers import is_of_fsdp
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -96,6 +98,7 @@ class CollectiveLog(Observer):
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=reduce_op_name(arguments),
             during=self._during,
+            is_of_fsdp=is_of_fsdp(sys._getframe(1)),
         )
         self._entries.append((ranks, entry))
 

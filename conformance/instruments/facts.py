@@ -73,6 +73,8 @@ class Collective(msgspec.Struct, frozen=True):
     """`SUM`, `AVG`, `MAX`, ... for reductions; UNKNOWN where torch does not expose it."""
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
+    is_of_fsdp: bool = False
+    """True if FSDP's own code issued the collective, see `issuers.is_of_fsdp`."""
 
 
 class CompilationFacts(msgspec.Struct, frozen=True):

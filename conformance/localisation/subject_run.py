@@ -116,11 +116,11 @@ class SubjectRun(TappedRun):
             yield self.wrong_state(wrong, "initial values", "initial value", called=called)
 
     def _uninitialised(self) -> Location | None:
-        sentinels = self.evidence.reference.facts.sentinels
+        reference = self.evidence.reference.facts
         left: dict[str, dict[int, int]] = {}
         for facts in self.record.ranks:
             for name, elements in facts.uninitialised.items():
-                if elements > sentinels.get(name, 0):
+                if elements > reference.meant(name, init=self._cell.init):
                     left.setdefault(name, {})[facts.rank] = elements
         if not left:
             return None

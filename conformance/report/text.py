@@ -14,7 +14,7 @@ from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
 from conformance.report.schema import CaseResult, Report
-from conformance.report.trainer import trainer_lines
+from conformance.report.trainer import judged_line, trainer_lines
 from conformance.report.wording import counted
 
 _OUTCOMES = {
@@ -39,6 +39,8 @@ class Headline(msgspec.Struct, frozen=True):
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]
     """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
+    judged: str
+    """Clause about another trainer: its judged ingredients, and those of the suite; empty for the reference trainer."""
     nothing_about: str
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
@@ -46,7 +48,7 @@ class Headline(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """Outcome, restrictions and subject in one line."""
         restricted = f" ({'; '.join(self.restrictions)})" if self.restrictions else ""
-        return f"{self.outcome}{restricted}: {self.subject}"
+        return f"{self.outcome}{restricted}: {'; '.join(filter(None, [self.judged, self.subject]))}"
 
 
 def headline(report: Report) -> Headline:
@@ -55,6 +57,7 @@ def headline(report: Report) -> Headline:
         outcome=_OUTCOMES.get(report.exit_code, f"ENDED WITH EXIT STATUS {report.exit_code}"),
         subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
+        judged=judged_line(report.trainer) if report.trainer else "",
         nothing_about=_nothing_about(report),
     )
 
@@ -88,7 +91,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     wait_s = sum(case.wait_s for case in report.cases)
     if wait_s >= _MIN_WAIT_S:
         yield f"cases waited {wait_s:.0f} s in total for devices, processors or another worker's run"
-    yield f"\n{head.outcome}: {_ending(report)}; {place}"
+    yield f"\n{head.outcome}: {'; '.join(filter(None, [head.judged, _ending(report), place]))}"
 
 
 def markdown(report: Report) -> str:

@@ -6,5 +6,6 @@ with loops of their own, such as those of this package. `conformance judge` judg
 
 from conformance.subjects.decorated import ParallelConfig, subject
 from conformance.subjects.protocol import Run, StepObserver, Subject
+from conformance.subjects.shims import use_shims
 
-__all__ = ["ParallelConfig", "Run", "StepObserver", "Subject", "subject"]
+__all__ = ["ParallelConfig", "Run", "StepObserver", "Subject", "subject", "use_shims"]

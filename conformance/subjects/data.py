@@ -8,7 +8,7 @@ from torch import Tensor
 from conformance.subjects.cells import Workload
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
 
-_IGNORED_LABEL = -100
+IGNORED_LABEL = -100
 """Label of tokens that do not count, by convention of `torch.nn.functional.cross_entropy`."""
 
 
@@ -89,14 +89,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def default_count(batch: Batch) -> int:
-    """Return the number of labels that are not ignored, or of samples if the batch has no integer `labels`.
+    """Return the number of labels that are not ignored, or of samples if the batch has no labels, see `labels_of`."""
+    labels = labels_of(batch)
+    return samples(batch) if labels is None else int((labels != IGNORED_LABEL).sum())
 
-    Labels are those of a mapping's key `labels`, or the second of two tensors.
-    """
+
+def labels_of(batch: Batch) -> Tensor | None:
+    """Return the integer labels of a batch, of any shape: its key `labels`, or the second of two tensors."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else _second(batch)
-    if isinstance(labels, Tensor) and not labels.is_floating_point():
-        return int((labels != _IGNORED_LABEL).sum())
-    return samples(batch)
+    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
 
 
 def _second(batch: Batch) -> object:

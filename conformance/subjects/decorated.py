@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
 from conformance.importing import load_file
+from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
 from conformance.subjects.loop import DataGroup, Loop, SaveOrLoad, Saving
@@ -152,7 +153,16 @@ class FunctionSubject:
             averaged=self.reduction == "mean",
             device=device,
             saving=self.saving,
+            replaced=self._replaced(has_optimizer=optimizer is not None),
         )
+
+    def _replaced(self, *, has_optimizer: bool) -> list[Ingredient]:
+        """Return the ingredients of a step that are the suite's defaults."""
+        is_default: dict[Ingredient, bool] = {
+            "clip": self.clip is clip_with_torch,
+            "optimizer": self.make_optimizer is sgd and not has_optimizer,
+        }
+        return [name for name, is_suites in is_default.items() if is_suites]
 
     def _materialize(self, model: nn.Module, device: torch.device) -> None:
         """Materialise and initialise the model, unless the function has done so."""

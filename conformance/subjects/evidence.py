@@ -1,6 +1,6 @@
 """Evidence on which laws judge a subject: the record of its ranks on a cell, its reference, and its traffic."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,49 +138,54 @@ _FLOATING = ("float", "bfloat")
 
 @dataclass(frozen=True)
 class FsdpGroup:
-    """Ranks with different data among which parameters are sharded, as one of them sees the group."""
+    """Ranks with different data among which FSDP2 shards parameters, or reduces gradients of copies of shards."""
 
     name: str
     """Name of the group in the log of collectives."""
     ranks: tuple[int, ...]
-    replicas: str | None
-    """Name of the group of ranks that hold copies of the same shards for other data, if there is one."""
     shard_numels: dict[str, int]
-    """Elements of a shard, padded to that of the group's largest, by parameter; FSDP2 gathers and reduces these."""
+    """Elements of a shard, padded to the largest shard of any rank, by parameter; FSDP2 gathers and reduces these."""
 
     def numel(self, names: Iterable[str]) -> int:
         """Return the elements of the shards of some of the group's parameters."""
         return sum(self.shard_numels[name] for name in names if name in self.shard_numels)
 
-    def numel_by_calls(self, names: Iterable[str], facts: SubjectFacts) -> int:
-        """Return the same, each parameter's as often as its module computes in a forward pass."""
-        return sum(self.numel([name]) * facts.calls.get(name, 1) for name in names)
+    def numel_by_calls(self, names: Iterable[str], calls: Mapping[str, int], *, unseen: int) -> int:
+        """Return the same, each parameter's as often as its module computes, or the number of times for unseen ones."""
+        return sum(self.numel([name]) * calls.get(name, unseen) for name in names)
 
 
 def fsdp_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:
-    """Return the groups in which a rank shards parameters.
+    """Return the groups in which FSDP2 shards parameters of a rank, as their modules compute with them gathered.
 
-    Raises Unsupported if it shards none among ranks with different data, which `fsdp-is-on` reports.
+    Parameters that are sharded by other means, such as experts, are in none. Raises Unsupported if there is no group,
+    which `fsdp-is-on` reports.
     """
-    by_ranks: dict[tuple[int, ...], dict[str, ShardedParameter]] = {}
+    groups = _groups(record, rank, lambda parameter: parameter.fsdp_ranks)
+    if not groups:
+        raise Unsupported("FSDP2 shards no parameter over ranks with different data")
+    return groups
+
+
+def replica_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:
+    """Return the groups over which FSDP2 reduces gradients of a rank's shards, which other ranks hold copies of."""
+    return _groups(record, rank, lambda parameter: parameter.fsdp_replica_ranks)
+
+
+def _groups(
+    record: SubjectRecord, rank: int, groups_of: Callable[[ShardedParameter], Sequence[Sequence[int]]]
+) -> list[FsdpGroup]:
+    by_ranks: dict[tuple[int, ...], dict[str, int]] = {}
     for name, parameter in record.ranks[rank].parameters.items():
-        for ranks in _with_other_data(record, parameter.shard_ranks):
-            by_ranks.setdefault(ranks, {})[name] = parameter
-    if not by_ranks:
-        raise Unsupported("no parameter is sharded over ranks with different data")
-    return [_group(record, ranks, parameters) for ranks, parameters in by_ranks.items()]
+        for ranks in _with_other_data(record, groups_of(parameter)):
+            by_ranks.setdefault(ranks, {})[name] = _padded_numel(record, name, parameter)
+    return [FsdpGroup(_name(ranks, record.world_size), ranks, numels) for ranks, numels in by_ranks.items()]
 
 
-def _group(record: SubjectRecord, ranks: tuple[int, ...], parameters: dict[str, ShardedParameter]) -> FsdpGroup:
-    replicas = [copies for p in parameters.values() for copies in _with_other_data(record, p.replica_ranks)]
-    return FsdpGroup(
-        name=_name(ranks, record.world_size),
-        ranks=ranks,
-        replicas=_name(replicas[0], record.world_size) if replicas else None,
-        shard_numels={
-            name: max(record.ranks[member].parameters[name].local_numel for member in ranks) for name in parameters
-        },
-    )
+def _padded_numel(record: SubjectRecord, name: str, parameter: ShardedParameter) -> int:
+    """Return the elements of the largest shard among the ranks that gather a parameter together."""
+    sizes = [record.ranks[member].parameters[name].local_numel for ranks in parameter.fsdp_ranks for member in ranks]
+    return max([*sizes, parameter.local_numel])
 
 
 def _with_other_data(record: SubjectRecord, groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -202,15 +207,10 @@ def shard_group_names(record: SubjectRecord, rank: int) -> list[str]:
 def fsdp_collectives(
     facts: SubjectFacts, group: FsdpGroup, kind: str, *, step: int, in_first_forward: bool = False
 ) -> list[Collective]:
-    """Return the collectives of a kind that FSDP can have issued in a step: over its groups, of floating numbers.
-
-    The all-reduces are those of gradients over replicas, in backward; an all-reduce of a single number is a loss's.
-    """
+    """Return the collectives of a kind that FSDP has issued over a group in a step, of floating numbers."""
     end = facts.first_backward[step] if in_first_forward else None
     chosen = [c for c in facts.collectives[:end] if (c.step, c.kind) == (step, kind) and c.dtype.startswith(_FLOATING)]
-    if kind == ALL_REDUCE:
-        return [c for c in chosen if c.group == group.replicas and c.phase == "backward" and c.numel > 1]
-    return [c for c in chosen if c.group == group.name and c.phase in ("forward", "backward")]
+    return [c for c in chosen if c.is_of_fsdp and c.group == group.name and c.phase in ("forward", "backward")]
 
 
 def reductions(facts: SubjectFacts) -> list[str]:

@@ -33,8 +33,6 @@ TENSORS_FILE = "expected.safetensors"
 """Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, `rankR/stepN/KIND/NAME`."""
 SAVED_AFTER = 1
 """Number of steps before a run is saved: the optimizer has a state then."""
-_REFUSALS = (RuntimeError, TypeError, NotImplementedError)
-"""Errors of a model or an optimizer that cannot compute in another dtype."""
 Named = Callable[[str], str]
 
 
@@ -167,12 +165,13 @@ class _Step:
 
     def _others(self, masters: nn.Module) -> Iterator[tuple[list[Taps], dict[str, Tensor]]]:
         if self._cell.precision == "bf16":
-            yield self.run(reference.parameters_in_bf16(masters), dtype=torch.bfloat16)
+            with suppress(*reference.REFUSALS):
+                yield self.run(reference.parameters_in_bf16(masters))
             yield self.run(masters, autocast=True)
             return
         for seed in range(reference.ORDERS):
             yield self.run(_perturbed(masters, seed=seed))
-        with suppress(*_REFUSALS):
+        with suppress(*reference.REFUSALS):
             yield self.run(reference.promoted(masters, torch.float64), dtype=torch.float64)
 
 
@@ -252,7 +251,7 @@ def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[i
         shards = load_file(Path(job.record) / tensor_file(rank))
         single = _plain_steps(subject, job.cell, shards, dtype=None)
         exact: dict[str, Tensor] = {}
-        with suppress(*_REFUSALS):
+        with suppress(*reference.REFUSALS):
             exact = _plain_steps(subject, job.cell, shards, dtype=torch.float64)
         for key, tensor in single.items():
             tensors[f"rank{rank}/{key}"] = tensor

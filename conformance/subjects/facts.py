@@ -4,6 +4,7 @@ import msgspec
 
 from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.taps import Line
+from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import SubjectCell, Workload
 
 
@@ -21,6 +22,18 @@ class ShardedParameter(msgspec.Struct, frozen=True):
     replica_ranks: list[list[int]]
     """Ranks that hold copies, for each mesh dimension that does not shard the parameter."""
     is_trained: bool
+    is_below_fsdp: bool = False
+    """True if FSDP2 shards a module above: of that module's parameters it leaves out those in `ignored_params`."""
+    fsdp_ranks: list[list[int]] = []
+    """Groups of `shard_ranks` among which FSDP2 shards the parameter. While its module computes, it is sharded among the
+    other groups alone, as in expert and tensor parallelism. All groups if the module does not compute."""
+    fsdp_replica_ranks: list[list[int]] = []
+    """Groups of `replica_ranks` over which FSDP2 reduces the parameter's gradient."""
+
+    @property
+    def is_ignored(self) -> bool:
+        """True for one of the `ignored_params` of a module that FSDP2 shards."""
+        return self.is_below_fsdp and not self.fsdp_ranks and not self.fsdp_replica_ranks
 
 
 class PhasePeaks(msgspec.Struct, frozen=True):
@@ -66,6 +79,18 @@ class AcceleratorFacts(msgspec.Struct, frozen=True):
     allocator: AllocatorFacts
 
 
+class StepCalls(msgspec.Struct, frozen=True):
+    """Calls in forward, in one step, of the modules with which FSDP2 shards parameters, by parameter.
+
+    Modules that compute by another method than forward are not seen.
+    """
+
+    first: dict[str, int]
+    """Calls in the first micro-batch."""
+    total: dict[str, int]
+    """Calls in all micro-batches."""
+
+
 class SubjectFacts(msgspec.Struct, frozen=True):
     """Measurements of one rank of a subject."""
 
@@ -91,8 +116,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """All collectives in the order in which this rank issued them; groups are named by their ranks, or `world`."""
     first_backward: list[int]
     """Number of collectives so far when the first backward pass of each step began."""
-    calls: dict[str, int]
-    """Most calls in one forward pass of the modules with which FSDP2 shards a parameter, by parameter."""
+    calls: list[StepCalls]
+    """Calls of the modules with which FSDP2 shards each parameter, by step."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
     written: dict[str, Line] = {}
@@ -103,8 +128,13 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Streams and memory of the accelerator, if there is one."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
-    is_own_loop: bool = False
-    """True if the trainer's own code takes the steps, False if the suite's loop does."""
+    by_suite: list[Ingredient] = []
+    """Ingredients of the steps that the suite has supplied."""
+
+    @property
+    def is_own_loop(self) -> bool:
+        """True if the trainer's own code takes the steps, False if the suite's loop does."""
+        return "loop" not in self.by_suite
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -128,6 +158,10 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Name in `parameters` of a tied parameter, by its other names."""
     sentinels: dict[str, int]
     """Elements that look uninitialised in one process, by buffer: NaN or the largest integer are meant there."""
+    sentinels_at_most: dict[str, int]
+    """Most elements that may look uninitialised with other weights, by buffer: all but one of a buffer with some."""
+    unsaved_buffers: list[str]
+    """Buffers that are not in the state dict: no state of the model, but memory for intermediate results."""
     untrained: list[str]
     """Parameters that get no gradient in one process, or do not require one."""
     max_norm: float
@@ -144,6 +178,12 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     bf16_matmul_dtypes: list[str]
     varies: bool
     """True if `count` differs between ranks."""
+    notes: list[str] = []
+    """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
+
+    def meant(self, buffer: str, *, init: str) -> int:
+        """Return the elements of a buffer that may look uninitialised, of a model made with these weights or others."""
+        return (self.sentinels if init == "full" else self.sentinels_at_most).get(buffer, 0)
 
 
 class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Loop that the suite supplies to subjects that are one function: loss normalisation, accumulation, clipping, step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -8,10 +9,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
+from conformance.report.trainer import INGREDIENTS, Ingredient
 from conformance.subjects.data import to_device
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 
@@ -47,6 +49,10 @@ class Saving(NamedTuple):
     load: SaveOrLoad
 
 
+LOOP: tuple[Ingredient, ...] = ("loop", "sync", "scaling")
+"""Ingredients of a step that the loop below always supplies."""
+
+
 @dataclass
 class Loop:
     """One rank that trains a model, see `protocol.Run`; the loss is the mean over all that counts in a step."""
@@ -62,6 +68,13 @@ class Loop:
     device: torch.device
     saving: Saving | None = None
     """None for a run that cannot be saved."""
+    replaced: Collection[Ingredient] = ()
+    """Ingredients besides `LOOP` that are the suite's: `clip` and `optimizer`, unless the owner has given them."""
+
+    @property
+    def by_suite(self) -> list[Ingredient]:
+        """Ingredients of a step that the suite has supplied."""
+        return [each for each in INGREDIENTS if each in (*LOOP, *self.replaced)]
 
     @property
     def data_rank(self) -> int:
@@ -87,13 +100,11 @@ class Loop:
         count = self.data.total(sum(self.count(batch) for batch in micro_batches))
         scale = (self.data.ranks if self.averaged else 1) / count
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            set_gradient_sync(self.model, is_last=index == len(micro_batches) - 1)
-            observer.phase("forward", step=step)
-            loss = self.loss(self.model, to_device(batch, self.device))
-            observer.phase("backward", step=step)
-            torch.autograd.backward(loss * scale)
-            loss_sum += plain(loss)
+        *earlier, last = micro_batches
+        with GRADIENT_SYNC.postponed(self.model) if earlier else nullcontext():
+            for batch in earlier:
+                loss_sum += self._backpropagated(batch, scale, observer, step=step)
+        loss_sum += self._backpropagated(last, scale, observer, step=step)
         observer.gradients(self.model, step=step)
         observer.phase("clip", step=step)
         norm = self.clip(self.model.parameters())
@@ -103,6 +114,14 @@ class Loop:
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
         return self.data.sum(loss_sum) / count
+
+    def _backpropagated(self, batch: Batch, scale: float, observer: StepObserver, *, step: int) -> Tensor:
+        """Add the gradients of a micro-batch; returns its loss, without gradient."""
+        observer.phase("forward", step=step)
+        loss = self.loss(self.model, to_device(batch, self.device))
+        observer.phase("backward", step=step)
+        torch.autograd.backward(loss * scale)
+        return plain(loss)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -114,10 +133,3 @@ def plain(tensor: Tensor) -> Tensor:
 def scalar(tensor: Tensor) -> float:
     """Return the number in a scalar tensor, plain or DTensor."""
     return float(plain(tensor))
-
-
-def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
-    """Let FSDP2 reduce gradients in the last micro-batch of a step alone."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(is_last, recurse=False)

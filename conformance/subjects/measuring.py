@@ -1,12 +1,13 @@
 """Recorder of a subject: the suite's instruments around a step of the subject."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
 from conformance.sim import device as simulated
 from conformance.subjects.accelerator import BUILD, AcceleratorLog
-from conformance.subjects.facts import ShardedParameter, SubjectFacts
+from conformance.subjects.facts import ShardedParameter, StepCalls, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
@@ -109,10 +110,12 @@ class SubjectRecorder:
         self._norms: list[float] = []
         self._uninitialised: dict[str, int] = {}
         self._parameters: dict[str, ShardedParameter] = {}
+        self._gathered: dict[str, ShardedParameter] = {}
+        self._below_fsdp: set[str] = set()
         self._unsharded: list[str] = []
         self._phase: Phase = "build"
         self._calls: Counter[str] = Counter()
-        self._most_calls: Counter[str] = Counter()
+        self._step_calls: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._first_backward: dict[int, int] = {}
 
     def _new_taps(self) -> Taps:
@@ -176,28 +179,44 @@ class SubjectRecorder:
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        """Count how often modules that FSDP2 has sharded compute in a forward pass, by each of their parameters.
+        """Look at the parameters of modules that FSDP2 has sharded when these compute, and count how often.
 
         A parameter that modules of two groups share is gathered by both.
         """
-        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        used: dict[str, set[str]] = {group: set() for group in groups}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
+        used: dict[nn.Module, dict[str, str]] = {}
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             above = [group for group in groups if not group or name.startswith(f"{group}.")]
             if above:
-                used[max(above, key=len)].add(own_names[id(parameter)])
-        for group, names in used.items():
-            model.get_submodule(group).register_forward_pre_hook(partial(self._enter, names))
+                group = max(above, key=len)
+                below = name.removeprefix(f"{group}.") if group else name
+                used.setdefault(modules[group], {})[below] = own_names[id(parameter)]
+        for module, names in used.items():
+            self._below_fsdp |= {*names.values()}
+            module.register_forward_pre_hook(partial(self._enter, names))
 
-    def _enter(self, names: Collection[str], *_unused: Any) -> None:
-        if self._phase == "forward":
-            self._calls.update(names)
+    def _enter(self, names: Mapping[str, str], module: nn.Module, *_unused: Any) -> None:
+        """See the parameters of a group, which FSDP2 has gathered, as a module of it computes.
+
+        `names` has the names of parameters in the model of one process, by their names in the module. Within a graph of
+        `torch.compile` the hook does nothing, as a whole graph must not break.
+        """
+        if torch.compiler.is_compiling() or self._phase != "forward":
+            return
+        self._calls.update({*names.values()})
+        if not self._gathered.keys() >= {*names.values()}:
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                found = _layout_of(parameter)
+                if key in names and len(found.shard_ranks) <= len(self._gathered.get(names[key], found).shard_ranks):
+                    self._gathered[names[key]] = found
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
         if name == "backward":
-            self._most_calls |= self._calls  # of each parameter the larger number
+            _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
+            total.update(self._calls)
             self._calls.clear()
             self._first_backward.setdefault(step, self._collectives.count())
         if name == "idle" or step != self._step:
@@ -266,7 +285,7 @@ class SubjectRecorder:
         return SubjectFacts(
             rank=rank,
             data_rank=run.data_rank,
-            parameters=self._parameters,
+            parameters={name: self._with_fsdp(name, layout) for name, layout in self._parameters.items()},
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             losses=list(losses),
@@ -278,12 +297,25 @@ class SubjectRecorder:
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
             collectives=self._collectives.facts(None),
             first_backward=list(self._first_backward.values()),
-            calls=dict(self._most_calls),
+            calls=[StepCalls(dict(first), dict(total)) for first, total in self._step_calls.values()],
             unsharded=self._unsharded,
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
-            is_own_loop=not isinstance(run, Loop),
+            by_suite=run.by_suite if isinstance(run, Loop) else [],
+        )
+
+    def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:
+        """Return a layout with the groups among which FSDP2 shards the parameter."""
+        if name not in self._below_fsdp:
+            return layout
+        gathered = self._gathered.get(name)
+        shards, replicas = (gathered.shard_ranks, gathered.replica_ranks) if gathered else ([], [])
+        return msgspec.structs.replace(
+            layout,
+            is_below_fsdp=True,
+            fsdp_ranks=[ranks for ranks in layout.shard_ranks if ranks not in shards],
+            fsdp_replica_ranks=[ranks for ranks in layout.replica_ranks if ranks not in replicas],
         )
 
     def _named(self, name: str) -> str:

@@ -8,7 +8,7 @@ model's own error, and `laws` allow a parallel run a stated multiple of it.
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ ORDERS = 4
 """Number of fp32 runs, each with another order of sums."""
 RANDOM_ABOVE = 1e-2
 """Relative deviation of gradients in fp32 that no rounding explains: the model is random."""
+REFUSALS = (RuntimeError, TypeError, NotImplementedError)
+"""Errors of a model or an optimizer that cannot compute in another dtype."""
 Tensors = dict[str, Tensor]
 
 
@@ -184,8 +186,9 @@ def bf16_gradients(
 ) -> tuple[Tensors, list[str]]:
     """Return the gradients of the first step, computed in bf16, and the dtypes of matrix products in forward.
 
-    `cast`: parameters and inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it. `autocast`:
-    torch decides for each operation.
+    `cast`: parameters and the model's inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it.
+    `autocast`: torch decides for each operation. Raises what the model raises, with `cast` of one that computes with
+    inputs of its own in fp32.
     """
     audit, tap = _matmul_audit()
     masters = initial_model(subject, tied=workload.tied)
@@ -194,10 +197,9 @@ def bf16_gradients(
     total = sum(subject.count(batch) for batch in batches)
     for batch in batches:
         model = parameters_in_bf16(masters) if kind == "cast" else masters
-        inputs = to_dtype(batch, torch.bfloat16) if kind == "cast" else batch
         audit.phase("forward", step=0)
         with tap, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            loss = subject.loss(model, inputs)
+            loss = subject.loss(model, batch)
         audit.phase("backward", step=0)
         torch.autograd.backward(loss / total)
         for name, parameter in model.named_parameters():
@@ -213,11 +215,19 @@ def _matmul_audit() -> tuple[DtypeAudit, DispatchTap]:
 
 
 def parameters_in_bf16(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with its parameters in bf16, and its buffers as they are."""
+    """Return a copy of a model with its parameters in bf16, and its buffers as they are; it casts its inputs as FSDP2.
+
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (`MixedPrecisionPolicy.cast_forward_inputs`)
+    """
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
+    model.register_forward_pre_hook(_inputs_in_bf16, with_kwargs=True)
     return model
+
+
+def _inputs_in_bf16(_model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    return to_dtype(inputs, torch.bfloat16), to_dtype(named, torch.bfloat16)
 
 
 def _copies(named: Iterable[tuple[str, Tensor | None]]) -> Tensors:

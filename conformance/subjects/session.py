@@ -41,6 +41,7 @@ def trainer_facts(
         shims=description.shims,
         policies=list(_policies(store, results)),
         faults=list(faults_seen(store, results, trainer, machine=machine)) if with_faults else [],
+        notes=runs.reference(TRAINER_CELLS[0]).facts.notes,
     )
 
 
@@ -56,6 +57,7 @@ def _policies(store: RecordStore, results: Sequence[CaseResult]) -> Iterator[Run
             gradient_dtypes=facts.gradient_dtypes,
             reductions=reductions(facts),
             reference_dtype=evidence.reference.facts.dtype,
+            by_suite=facts.by_suite,
         )
 
 

@@ -1,7 +1,7 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from conformance.defects.catalogue import injected
 from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.gradient_sync import GRADIENT_SYNC
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -32,6 +33,7 @@ from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
+from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -44,6 +46,7 @@ from conformance.subjects.protocol import (
     reference_name,
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
+from conformance.subjects.shims import used_shims
 from reference_trainer.mesh import destroy_process_group
 
 REFERENCE_FILE = "reference.safetensors"
@@ -55,7 +58,7 @@ WEIGHTS_FILE = "weights.safetensors"
 def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that `payload["subject"]` names."""
     subject = _loaded(context, payload["subject"])
-    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=list(subject.shims)))
+    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=[*subject.shims, *used_shims()]))
 
 
 def unsupported(context: RankContext, payload: dict[str, Any]) -> str | None:
@@ -81,6 +84,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
+    notes = require_sum(subject, job.workload, dtype=torch.float32 if why_not_fp64 else torch.float64)
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
@@ -88,12 +92,18 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
+    sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
         aliases=reference.aliases(model),
-        sentinels={name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()},
+        sentinels=sentinels,
+        sentinels_at_most={
+            name: max(sentinels[name], buffer.numel() - 1) if sentinels[name] else 0
+            for name, buffer in model.named_buffers()
+        },
+        unsaved_buffers=sorted({name for name, _ in model.named_buffers()} - model.state_dict().keys()),
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,
@@ -105,6 +115,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
         varies=_varies(subject, job.workload),
+        notes=notes,
     )
     return msgspec.to_builtins(facts)
 
@@ -140,7 +151,11 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
         last_step = len(job.cell.accumulation) - 1
         accelerator = AcceleratorLog(device, schedule=job.schedule, rank=context.rank, last_step=last_step)
     lines = writers or (Writers() if accelerator else None)  # a model on another device is told by the line that put it
-    with ExitStack() as uninitialised, accelerator.trace.installed() if accelerator else nullcontext():
+    with (
+        GRADIENT_SYNC.listening(),
+        ExitStack() as uninitialised,
+        accelerator.trace.installed() if accelerator else nullcontext(),
+    ):
         uninitialised.enter_context(uninitialised_is_nan())
         with DispatchTap([], outcomes=[lines.listen_to_outcomes]) if lines else nullcontext():
             run = build()
@@ -268,6 +283,12 @@ def load_weights(model: nn.Module, file: Path, aliases: Mapping[str, str]) -> No
         for name, parameter in model.named_parameters():
             plain = reference_name(name, known)
             full = weights.get_tensor(aliases.get(plain, plain))
+            if parameter.shape != full.shape:
+                raise SubjectMistake(
+                    f"{plain} of the parallel model has shape {tuple(parameter.shape)} on rank {dist.get_rank()}, and "
+                    f"{tuple(full.shape)} in one process: a rank's shard of it, as of experts, must be a DTensor, see "
+                    "DTensor.from_local"
+                )
             shard = local(parameter)
             shard.copy_(full.flatten()[shard_indices(parameter)] if isinstance(parameter, DTensor) else full)
 
@@ -277,7 +298,7 @@ def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, st
     reference.initial_model(subject, tied=workload.tied)  # what is wrong with it is no matter of fp64
     try:
         return train(subject, workload, dtype=torch.float64, order=0, max_norm=None), ""
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except reference.REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return train(subject, workload, dtype=torch.float32, order=0, max_norm=None), reason
 
@@ -288,10 +309,12 @@ def _trains_in_bf16(subject: Subject) -> bool:
 
 
 def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:
-    cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
-    autocast, _ = reference.bf16_gradients(subject, workload, "autocast")
-    names = exact.gradients[0]
-    runs = [{name: run[name] for name in names} for run in (cast, autocast)]
+    autocast, matmuls = reference.bf16_gradients(subject, workload, "autocast")
+    runs = [autocast]
+    with suppress(*reference.REFUSALS):
+        cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
+        runs.append(cast)
+    runs = [{name: run[name] for name in exact.gradients[0]} for run in runs]
     return own_errors(runs, exact.gradients[0], None), matmuls
 
 

@@ -430,6 +430,56 @@ def layer_not_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: Parall
     return sharded
 
 
+# Synchronisation that the owner has switched off: by mistake, or on purpose
+
+
+@declared
+def layer_not_synchronised(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.up.set_requires_gradient_sync(False)
+    return sharded
+
+
+@declared
+def nothing_synchronised(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.set_requires_gradient_sync(False)
+    return sharded
+
+
+@declared
+def nothing_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.set_requires_all_reduce(False)
+    return sharded
+
+
+@declared
+def never_the_last_backward(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.set_is_last_backward(False)
+    return sharded
+
+
+@declared
+def switched_off_and_on(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.set_requires_gradient_sync(False)
+    model.up.set_requires_all_reduce(False)
+    model.set_requires_gradient_sync(True)
+    return sharded
+
+
+def reducing_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Loss that lets FSDP reduce gradients after each micro-batch, although the loop postpones it."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+    return loss(model, batch)
+
+
+reduced_by_the_loss = declare(loss=reducing_loss)(shard)
+
+
 @in_fp32
 def reduced_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh, config, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from conformance.subjects.cells import SubjectCell
-from conformance.subjects.loop import DataGroup, scalar, set_gradient_sync
+from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder
 
@@ -172,6 +172,13 @@ class TrainingRun:
 
     def evaluate(self, step: int, batch: Batch) -> None:
         """Evaluate the model before it is updated; this trainer does not."""
+
+
+def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
+    """Let FSDP2 reduce gradients in the last micro-batch of a step alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ parallelism communicates depends on the model, and is not judged.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from conformance.assertions import compare
 from conformance.instruments.facts import Collective
@@ -18,6 +19,7 @@ from conformance.subjects.evidence import (
     FsdpGroup,
     fsdp_collectives,
     fsdp_groups,
+    replica_groups,
     shard_group_names,
 )
 from conformance.subjects.facts import SubjectFacts
@@ -30,46 +32,48 @@ _SYMMETRIC = (*_NORMS, "broadcast")
 
 @law("parameters-are-gathered", of="any trainer", like="RS-1", where="world > 1", reference=FULLY_SHARD)
 def test_every_parameter_is_gathered(evidence: Evidence) -> None:
-    """Before the first backward pass of a step ranks MUST gather every sharded parameter that one process trains or
-    whose module computes, and in the whole step each parameter at most once for each time that its module computes,
-    forward and backward.
+    """Before the first backward pass of a step ranks MUST gather every parameter that FSDP2 shards, whose module
+    computes by then, and in the whole step each parameter that gets a gradient in one process, or whose module
+    computes: at most once for each time that it does, forward and backward.
 
-    Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since.
+    Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since. Parameters that FSDP2
+    does not shard, as experts that each rank has some of, are not gathered.
     """
-    trained = _trained(evidence)
     for facts, group, step in _everywhere(evidence):
-        once, calls = group.numel({*trained, *facts.calls}), group.numel_by_calls(group.shard_numels, facts)
+        trained, calls = _trained(evidence, step), facts.calls[step]
+        unseen = {*trained} - calls.total.keys()
+        least = group.numel({*calls.first, *unseen})
+        most = group.numel_by_calls(group.shard_numels, calls.first, unseen=1)
         first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
-        compare.between(_numel(first), once, calls, name=name, detail=detail, unit="elements of shards")
-        most = 2 * calls * evidence.cell.accumulation[step]
+        compare.between(_numel(first), least, most, name=name, detail=detail, unit="elements of shards")
+        least = group.numel({*trained, *calls.total})
+        most = 2 * group.numel_by_calls(group.shard_numels, calls.total, unseen=evidence.cell.accumulation[step])
         name = "elements gathered in a step"
         gathered = _numel(fsdp_collectives(facts, group, GATHER, step=step))
-        compare.between(gathered, once, most, name=name, detail=detail, unit="elements of shards")
+        compare.between(gathered, least, most, name=name, detail=detail, unit="elements of shards")
 
 
 @law("gradients-are-reduced", of="any trainer", like="MP-4", where="world > 1", reference=FULLY_SHARD)
 def test_every_gradient_is_reduced(evidence: Evidence) -> None:
-    """In every step ranks MUST reduce the gradients of all parameters equally often: after its last backward pass, or
-    after each; first over the ranks that shard a parameter, then over those that hold copies.
+    """In every step ranks MUST reduce the gradients of all parameters that FSDP2 shards and that get one in one process
+    equally often: after the step's last backward pass, or after each; first over the ranks that shard a parameter, then
+    over those that hold copies.
 
-    Wrong if a parameter is left out, or is reduced twice.
+    Wrong if a parameter is left out, or is reduced twice. Gradients of other parameters are the trainer's to reduce,
+    which `gradients` judges.
     """
-    trained = _trained(evidence)
-    for facts, group, step in _everywhere(evidence):
-        once, detail = group.numel(trained), f"rank {facts.rank}, step {step}"
-        calls = group.numel_by_calls(trained, facts)
-        most = calls * evidence.cell.accumulation[step]
-        for kind, factor in ((REDUCE_SCATTER, len(group.ranks)), (ALL_REDUCE, 1)):
-            if kind == ALL_REDUCE and group.replicas is None:
-                continue
-            reduced = _numel(fsdp_collectives(facts, group, kind, step=step))
-            where = f"{detail}, over {group.name if kind == REDUCE_SCATTER else group.replicas}"
-            name = f"elements in {kind}"
-            compare.between(reduced, factor * once, factor * most, name=name, detail=where, unit="elements")
-            if calls == once > 0:
-                name = f"elements in {kind} beyond a multiple of all"
-                compare.count(reduced % (factor * once), name=name, expected=0, detail=where, unit="elements")
+    for facts, kind, group, step in _reductions(evidence):
+        trained, passes = _trained(evidence, step), evidence.cell.accumulation[step]
+        factor = len(group.ranks) if kind == REDUCE_SCATTER else 1
+        once = group.numel(trained)
+        most = group.numel_by_calls(trained, facts.calls[step].total, unseen=passes)
+        reduced = _numel(fsdp_collectives(facts, group, kind, step=step))
+        detail, name = f"rank {facts.rank}, step {step}, over {group.name}", f"elements in {kind}"
+        compare.between(reduced, factor * once, factor * most, name=name, detail=detail, unit="elements")
+        if most == passes * once > 0:
+            name = f"elements in {kind} beyond a multiple of all"
+            compare.count(reduced % (factor * once), name=name, expected=0, detail=detail, unit="elements")
 
 
 @law("wire-dtypes", of="any trainer", like="MP-1", where="world > 1", reference=FULLY_SHARD)
@@ -78,13 +82,12 @@ def test_dtypes_on_the_wire_stay(evidence: Evidence) -> None:
 
     Wrong if gradients are reduced in another dtype after the first step, or in 16 bits where nobody asks for them.
     """
-    first: dict[tuple[int, str], set[str]] = {}
-    for facts, group, step in _everywhere(evidence):
-        issued = [
-            c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in fsdp_collectives(facts, group, kind, step=step)
-        ]
+    first: dict[tuple[int, str, str], set[str]] = {}
+    gathers = ((facts, GATHER, group, step) for facts, group, step in _everywhere(evidence))
+    for facts, kind, group, step in chain(gathers, _reductions(evidence)):
+        issued = fsdp_collectives(facts, group, kind, step=step)
         spelled = {f"{c.kind} in {c.dtype}" + (f", {c.reduce_op}" if c.reduce_op else "") for c in issued}
-        expected = first.setdefault((facts.rank, group.name), spelled)
+        expected = first.setdefault((facts.rank, kind, group.name), spelled)
         other = sorted(spelled - expected)
         if evidence.cell.precision == "fp32":
             other += sorted({f"{c.kind} in {c.dtype}" for c in issued if c.dtype != "float32"})
@@ -152,9 +155,18 @@ def _everywhere(evidence: Evidence) -> Iterator[tuple[SubjectFacts, FsdpGroup, i
                 yield facts, group, step
 
 
-def _trained(evidence: Evidence) -> list[str]:
-    reference = evidence.reference.facts
-    return [name for name in reference.parameters if name not in reference.untrained]
+def _reductions(evidence: Evidence) -> Iterator[tuple[SubjectFacts, str, FsdpGroup, int]]:
+    """Yield all places of reductions: the rank, the kind of collective, its group, and the step."""
+    for facts, group, step in _everywhere(evidence):
+        yield facts, REDUCE_SCATTER, group, step
+    for facts in evidence.record.ranks:
+        for group in replica_groups(evidence.record, facts.rank):
+            for step in evidence.steps:
+                yield facts, ALL_REDUCE, group, step
+
+
+def _trained(evidence: Evidence, step: int) -> list[str]:
+    return [*evidence.reference.facts.gradients[step].by_name]
 
 
 def _numel(collectives: list[Collective]) -> int:

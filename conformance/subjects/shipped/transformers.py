@@ -75,6 +75,7 @@ class TransformersNative(OfDecoder):
             data=data,
             averaged=True,
             device=device,
+            replaced=("clip", "optimizer"),
         )
 
     def load_sharded(self, cell: SubjectCell) -> nn.Module:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conformance.plan.matrix import TRAINER_CELLS
-from conformance.report.trainer import FaultSeen, TrainerFacts, trainer_lines
+from conformance.report.text import headline
+from conformance.report.trainer import FaultSeen, Ingredient, RunPolicy, TrainerFacts, trainer_lines
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.subjects import keeping
@@ -29,6 +30,8 @@ def reference_of(norm: float) -> ReferenceFacts:
         parameters=["weight"],
         aliases={},
         sentinels={},
+        sentinels_at_most={},
+        unsaved_buffers=[],
         untrained=[],
         max_norm=norm,
         losses=[norm],
@@ -146,6 +149,20 @@ def test_verdicts_are_kept_and_shown(kept: dict[str, keeping.KeptSubject]) -> No
     assert "| `clipping` | - |" in lines
     assert "- other: other 1.0; private names: `other._private`; faults seen: 1 of 2" in lines
     assert "- other fails loss on hsdp2x2-fp32-default-full: rank 1 raised" in lines
+
+
+def test_the_headline_tells_the_ingredients_of_the_suite() -> None:
+    policy = RunPolicy(cell="a", matmul_dtypes=[], gradient_dtypes=[], reductions=[], reference_dtype="fp64")
+
+    def told(*by_suite: list[Ingredient] | None) -> str:
+        policies = [msgspec.structs.replace(policy, by_suite=each) for each in by_suite]
+        return headline(report(trainer=msgspec.structs.replace(TRAINER, policies=policies))).judged
+
+    assert told(["loop", "sync", "scaling"], ["loop", "sync", "scaling", "clip"]) == (
+        "parallelize, loss, data, optimizer; the suite's: loop, sync, scaling, clip"
+    )
+    assert told([]) == "parallelize, loss, data, loop, sync, scaling, clip, optimizer; all the owner's"
+    assert told(None) == told() == ""
 
 
 def test_a_blind_trainer_is_told() -> None:
