@@ -62,7 +62,7 @@ def load(library: Path, *, devices: int = 1, with_generators: bool = False) -> M
     # A device module has no public way in.
     torch._register_device_module(NAME, torch_sim)  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])
+    dist.Backend.register_backend(BACKEND, make_backend, devices=[NAME])
     if with_generators:
         loaded.use_generators_of_device(True)
         generators.install()
@@ -129,5 +129,6 @@ def _fork_rng(fork_rng: Any, devices: Any = None, enabled: bool = True, *args: A
     return fork_rng(devices, enabled, *args, **options)
 
 
-def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the backend of a process group: torch asks for that of a new group, the extension for that of a split."""
     return extension().make_backend(dist.ProcessGroupGloo(store, rank, size, timeout), timeout // _MILLISECOND)

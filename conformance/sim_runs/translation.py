@@ -20,10 +20,7 @@ from conformance.sim.device import BACKEND, NAME
 _STRINGS = (
     (re.compile(r"(?<![\w-])cuda(?![\w-])"), NAME),
     (re.compile(r"(?<![\w-])nccl(?![\w-])"), BACKEND),
-    (
-        re.compile(r"\bcpu:gloo\b"),
-        f"cpu:{BACKEND}",
-    ),  # the device makes progress while the host waits in its own backend
+    (re.compile(r"\bcpu:gloo\b"), f"cpu:{BACKEND}"),  # while the host waits in it, the device makes progress
 )
 _NAMES = {
     "cuda": NAME,
@@ -34,6 +31,8 @@ _NAMES = {
 _KEPT = ("torch.backends.cuda", "torch.version.cuda", "torch.cuda.nccl")
 """Names about the build of torch: the device has no counterpart."""
 _KEPT_ENDS = {name.rpartition(".")[2] for name in _KEPT}
+_CUDA_AMP, _AMP = "torch.cuda.amp", "torch.amp"
+"""Module whose functions are for CUDA, and the one whose functions take the type of a device first."""
 
 
 class Translated(NamedTuple):
@@ -61,6 +60,17 @@ def translate_imports(folders: Sequence[Path] = (), modules: Collection[str] = (
 class _Translator(ast.NodeTransformer):
     def __init__(self) -> None:
         self.replacements = 0
+        self._cuda_amp_names: set[str] = set()
+        """Names under which the program has functions of `torch.cuda.amp`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        name = ast.unparse(node.func)
+        is_without = all(keyword.arg != "device" for keyword in node.keywords)
+        default_is_cuda = name.rpartition(".")[2] == "GradScaler" and not node.args and is_without
+        if default_is_cuda or name in self._cuda_amp_names or name.startswith(f"{_CUDA_AMP}."):
+            node.args.insert(0, ast.copy_location(ast.Constant(NAME), node))
+            self.replacements += 1
+        return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         is_docstring = isinstance(node.value, ast.Constant)
@@ -74,6 +84,8 @@ class _Translator(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr in _KEPT_ENDS and ast.unparse(node) in _KEPT:
             return node
+        if node.attr == "amp" and ast.unparse(node) == _CUDA_AMP:
+            return ast.copy_location(ast.parse(_AMP, mode="eval").body, node)
         node.attr = self._name(node.attr)
         return self.generic_visit(node)
 
@@ -92,12 +104,18 @@ class _Translator(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == _CUDA_AMP:
+            self._cuda_amp_names |= {alias.asname or alias.name for alias in node.names}
         node.module = node.module and self._module(node.module)
         for alias in node.names:
+            if alias.name == "cuda":
+                alias.asname = alias.asname or alias.name
             alias.name = self._name(alias.name)
         return node
 
     def _module(self, name: str) -> str:
+        if name == _CUDA_AMP:
+            return _AMP
         is_kept = any(f"{name}.".startswith(f"{kept}.") for kept in _KEPT)
         return name if is_kept or not f"{name}.".startswith("torch.cuda.") else self._text(name)
 

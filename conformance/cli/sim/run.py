@@ -31,6 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--translate", action="store_true", help="translate a script for CUDA, and modules beside it")
     parser.add_argument("--limit", type=seconds, default=LIMIT_S, metavar="S", help="seconds for a run of --schedules")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings of --schedules there, too")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="a module instead")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the program and its arguments")
     parser.set_defaults(run=run)
 
@@ -45,12 +46,13 @@ def run(options: argparse.Namespace) -> Answer:
     if options.world and "RANK" in os.environ:
         raise UsageError("--world starts ranks, and this is a rank of torchrun already: leave out --world")
     schedule, devices = options.schedule or DEFAULT, options.devices or options.world
+    program = options.program if options.module is None else ["-m", *options.module]
     try:
         device_library()
         if options.schedules is None and options.world is None:
-            running.run_here(options.program, schedule=schedule, devices=devices, translate=options.translate)
+            running.run_here(program, schedule=schedule, devices=devices, translate=options.translate)
             return Answer("")
-        command = running.command_of(options.program, world_size=options.world, translate=options.translate)
+        command = running.command_of(program, world_size=options.world, translate=options.translate)
         if options.schedules is None:
             return Answer("", running.run_command(command, schedule=schedule, devices=devices))
         return _explored(command, options, running.environment(schedule, devices))

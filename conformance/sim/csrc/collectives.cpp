@@ -1,7 +1,10 @@
 #include "collectives.h"
 
 #include <ATen/ops/cat.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -155,6 +158,11 @@ struct TransferOptions {
   bool asyncOp = true;
 };
 
+// Options that Python can copy, as split_group does.
+struct GroupOptions final : c10d::Backend::Options {
+  explicit GroupOptions(std::chrono::milliseconds limit) : Options("simccl", limit) {}
+};
+
 class SimulatedBackend final : public c10d::Backend {
  public:
   SimulatedBackend(Gloo gloo, std::chrono::milliseconds limit)
@@ -180,6 +188,34 @@ class SimulatedBackend final : public c10d::Backend {
     if (works.empty()) return WorkPtr();
     return c10::make_intrusive<GroupWork>(std::move(works));
   }
+  void setSequenceNumberForGroup() override {} // counted from 0 in each group
+  uint64_t getSequenceNumberForGroup() override {
+    return issued_;
+  }
+  c10::intrusive_ptr<GroupOptions> options() const {
+    return c10::make_intrusive<GroupOptions>(watchdog_.limit);
+  }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  bool supportsSplitting() const override {
+    return true;
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options();
+  }
+  // Returns a new backend for some ranks of the group; none for a rank that is not among them.
+  Gloo split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
+    auto place = std::find(ranks.begin(), ranks.end(), getRank());
+    if (place == ranks.end()) return {};
+    auto own_store = c10::make_intrusive<c10d::PrefixStore>(options->group_name, store->clone());
+    py::gil_scoped_acquire python;
+    return py::module_::import("conformance.sim.device")
+        .attr("make_backend")(own_store, place - ranks.begin(), ranks.size(), options->timeout)
+        .cast<Gloo>();
+  }
+#endif
   void shutdown() override {
     drain();
     for (auto& [work, buffer] : sent_) work->wait();
@@ -429,6 +465,12 @@ class SimulatedBackend final : public c10d::Backend {
 } // namespace
 
 void bind_collectives(pybind11::module_& module) {
+  py::class_<GroupOptions, c10::intrusive_ptr<GroupOptions>, c10d::Backend::Options>(module, "GroupOptions")
+      .def("__deepcopy__", [](const GroupOptions& options, const py::dict&) {
+        return c10::make_intrusive<GroupOptions>(options);
+      });
+  py::class_<SimulatedBackend, c10::intrusive_ptr<SimulatedBackend>, c10d::Backend>(module, "SimulatedBackend")
+      .def_property_readonly("options", &SimulatedBackend::options);
   module.def("make_backend", [](Gloo gloo, int64_t limit_ms) -> Gloo {
     return c10::make_intrusive<SimulatedBackend>(std::move(gloo), std::chrono::milliseconds(limit_ms));
   });

@@ -133,6 +133,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     allocators().recordStream(data, stream);
   }
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    return {}; // all dtypes: the CPU's kernels have them
+  }
+#endif
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -254,6 +259,7 @@ int64_t number_of(const c10::Stream& stream) {
 void register_device() {
   c10::SetAllocator(kDeviceType, &allocators(), 0);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::setHostAllocator(kDeviceType, &pinned_memory());
 }
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

@@ -24,8 +24,7 @@ double dropout_scale(double kept, at::ScalarType dtype) {
 // Random numbers are the CPU's, drawn when the host issues the operator: no schedule changes them, nobody waits.
 at::Tensor drawn_mask(const at::Tensor& self, double kept) {
   BelowDispatch below;
-  LentState lent(std::nullopt, self.device().index());
-  return at::empty(self.sizes(), at::kBool).bernoulli_(kept);
+  return at::empty(self.sizes(), at::kBool).bernoulli_(kept, seeded_generator(std::nullopt, self.device().index()));
 }
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& self, double p, std::optional<bool> train) {

@@ -39,8 +39,8 @@ class Call {
   c10::Device device() const {
     return device_;
   }
-  // Generator among the arguments, which is left out from then on.
-  std::optional<at::Generator> take_generator();
+  // Gives the operator a generator of its own, seeded now; false where it samples from the CPU's.
+  bool seed();
   void refuse_other_layouts() const;
   void refuse_mixed_devices() const;
   bool is_random() const;
@@ -111,10 +111,14 @@ Call::Call(const c10::OperatorHandle& op, Stack& stack)
   else if (named) device_ = device_with(named->index());
 }
 
-std::optional<at::Generator> Call::take_generator() {
-  for (auto& value : arguments_)
-    if (value.isGenerator()) return std::exchange(value, c10::IValue()).toGenerator();
-  return std::nullopt;
+bool Call::seed() {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (schema_.arguments()[i].name() != "generator") continue;
+    auto seeded = seeded_generator(arguments_[i].toOptional<at::Generator>(), device().index());
+    if (seeded) arguments_[i] = *seeded;
+    return seeded.has_value();
+  }
+  return true; // attention on the CPU, which has no dropout
 }
 
 std::string Call::name() const {
@@ -442,8 +446,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   call.refuse_mixed_devices();
   OnDevice scope(call.device());
   if (call.is_random()) {
-    LentState lent(call.take_generator(), call.device().index());
-    return call.only_overwrites_self() ? call.draw_now(*stack) : call.run_now(*stack);
+    bool is_seeded = call.seed();
+    if (call.only_overwrites_self()) return call.draw_now(*stack);
+    if (!is_seeded) return call.run_now(*stack);
   }
   auto results = call.infer();
   results ? call.run_later(std::move(*results), *stack) : call.run_now(*stack);

@@ -102,29 +102,15 @@ at::Generator new_generator(int device) {
   return at::make_generator<Generator>(device);
 }
 
-LentState::LentState(const std::optional<at::Generator>& given, int device) {
+std::optional<at::Generator> seeded_generator(const std::optional<at::Generator>& given, int device) {
   at::Generator chosen = given && given->defined() ? *given : default_generator(device);
   if (chosen.device().is_cpu()) {
     TORCH_CHECK(
         !are_of_device, "Expected a 'sim' device type for generator but found '", chosen.device().type(), "'");
-    return;
+    return std::nullopt;
   }
-  uint64_t seed;
-  {
-    std::lock_guard<std::mutex> lock(chosen.mutex());
-    seed = static_cast<Generator*>(chosen.unsafeGetGeneratorImpl())->next_engine_seed();
-  }
-  auto cpu = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(cpu.mutex());
-  saved_ = cpu.get_state();
-  cpu.set_current_seed(seed);
-}
-
-LentState::~LentState() {
-  if (!saved_.defined()) return;
-  auto cpu = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(cpu.mutex());
-  cpu.set_state(saved_);
+  std::lock_guard<std::mutex> lock(chosen.mutex());
+  return at::detail::createCPUGenerator(static_cast<Generator*>(chosen.unsafeGetGeneratorImpl())->next_engine_seed());
 }
 
 } // namespace sim

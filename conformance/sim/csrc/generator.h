@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
-#include <ATen/core/Tensor.h>
 
 #include <optional>
 
@@ -15,17 +14,9 @@ void use_generators_of_device(bool on);
 const at::Generator& default_generator(int device);
 at::Generator new_generator(int device);
 
-// While it lives, the CPU's default generator is in the state of a generator of the device, for an operator that samples
-// on the CPU what a device is to have. `given` is the operator's argument; nothing stands for the default generator.
-class LentState {
- public:
-  LentState(const std::optional<at::Generator>& given, int device);
-  ~LentState();
-  LentState(const LentState&) = delete;
-  LentState& operator=(const LentState&) = delete;
-
- private:
-  at::Tensor saved_;
-};
+// Generator of the CPU for one operator, which a generator of the device has seeded: no schedule changes its numbers.
+// `given` is the operator's argument; nothing stands for the default generator. Nothing is returned where that is the
+// CPU's, whose state after the operator only the kernel knows.
+std::optional<at::Generator> seeded_generator(const std::optional<at::Generator>& given, int device);
 
 } // namespace sim

@@ -1,9 +1,12 @@
 #include "pinned.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "device.h"
 #include "lock.h"
 #include "memory_map.h"
 #include "trace.h"
@@ -34,10 +37,12 @@ c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
 
 PinnedAllocator::Blocks::iterator PinnedAllocator::reusable(size_t bytes) {
   return std::find_if(free_.begin(), free_.end(), [bytes](const auto& entry) {
-    const auto& ends = entry.second.ends;
-    return entry.second.bytes == bytes &&
-        std::all_of(ends.begin(), ends.end(), [](Point end) { return scheduler().reached(end); });
+    return entry.second.bytes == bytes && is_done(entry.second);
   });
+}
+
+bool PinnedAllocator::is_done(const Block& block) {
+  return std::all_of(block.ends.begin(), block.ends.end(), [](Point end) { return scheduler().reached(end); });
 }
 
 void PinnedAllocator::free_data(void* data) {
@@ -88,6 +93,31 @@ c10::DeleterFnPtr PinnedAllocator::raw_deleter() const {
 
 void PinnedAllocator::copy_data(void* to, const void* from, size_t bytes) const {
   std::memcpy(to, from, bytes);
+}
+
+bool PinnedAllocator::record_event(void* address, void*, c10::Stream stream) {
+  Lock lock;
+  use(address, number_of(stream));
+  return contains(address);
+}
+
+// Gives back the pages, not the addresses, by which traces know blocks.
+void PinnedAllocator::empty_cache() {
+  Lock lock;
+  for (auto& [begin, block] : free_)
+    if (is_done(block)) madvise(begin, std::max(block.bytes, kPageBytes), MADV_DONTNEED);
+}
+
+at::HostStats PinnedAllocator::get_stats() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "the simulated device has no statistics of pinned memory");
+}
+
+void PinnedAllocator::reset_accumulated_stats() {
+  get_stats();
+}
+
+void PinnedAllocator::reset_peak_stats() {
+  get_stats();
 }
 
 PinnedAllocator& pinned_memory() {

@@ -2,7 +2,7 @@
 // out again only when the streams of its copies have got to where they were when it was freed.
 #pragma once
 
-#include <c10/core/Allocator.h>
+#include <ATen/core/CachingHostAllocator.h>
 
 #include <map>
 #include <set>
@@ -15,11 +15,16 @@ namespace sim {
 
 constexpr size_t kPageBytes = 4096; // blocks are made of them, so that they can be protected
 
-class PinnedAllocator final : public c10::Allocator {
+class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* to, const void* from, size_t bytes) const override;
+  bool record_event(void* address, void* context, c10::Stream stream) override;
+  void empty_cache() override;
+  at::HostStats get_stats() override;
+  void reset_accumulated_stats() override;
+  void reset_peak_stats() override;
 
   // Fills blocks that are handed out with NaN.
   void poison(bool on);
@@ -38,6 +43,7 @@ class PinnedAllocator final : public c10::Allocator {
   };
   using Blocks = std::map<char*, Block>;
 
+  static bool is_done(const Block& block); // its copies have run
   static void free_data(void* data);
   Blocks::iterator reusable(size_t bytes);
   Blocks::iterator holding(const void* address);

@@ -19,7 +19,7 @@ Unexpected = Literal["", "unexpected failure", "unexpected pass", "unexpected sk
 UNEXPECTED_FAILURE: Unexpected = "unexpected failure"
 UNEXPECTED_PASS: Unexpected = "unexpected pass"
 UNEXPECTED_SKIP: Unexpected = "unexpected skip"
-_DEVICES = re.compile(r"Need at least (\d+) CUDA device")
+_DEVICES = re.compile(r"Need at least (\d+) (?:CUDA|accelerator) device")
 
 
 class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

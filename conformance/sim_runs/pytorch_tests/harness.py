@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import unittest
 from multiprocessing import context
 from pathlib import Path
 from typing import Any
@@ -34,25 +35,47 @@ def serve_processes(preload: str) -> None:
 
 
 def prepare() -> None:
-    """Translate all that this process imports from torch's harness and from the tests, if it has the device."""
-    if SCHEDULE_VARIABLE not in os.environ:
-        return
-    translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
-    _adapt()
+    """Adapt torch's harness; with the device, translate all that this process imports from it and from the tests."""
+    has_device = SCHEDULE_VARIABLE in os.environ
+    if has_device:
+        translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
+    from torch.testing._internal import common_distributed, common_fsdp
+
+    skip_without_ranks(common_distributed.MultiProcessTestCase)
+    if decorator := vars(common_fsdp).get("compiled_fsdp_test"):  # before torch 2.7 it had a name of a test
+        vars(common_fsdp)["test_compiled_fsdp"] = decorator
+        decorator.__test__ = False
+    if has_device:
+        _answer_for_cuda()
 
 
-def _adapt() -> None:
+def share_device() -> None:
+    """Let ranks that are threads of this process stay on its first device, as on a GPU that is in use already."""
+    if SCHEDULE_VARIABLE in os.environ:
+        torch.get_device_module().init()  # an unused device is chosen by DeviceMesh, for each rank another one
+
+
+def skip_without_ranks(case: Any) -> None:
+    """Skip a test for which torch's harness starts no process, since its number of ranks is that of the devices."""
+    check = case._check_return_codes
+
+    def check_ranks(self: Any, *arguments: Any) -> None:
+        if not self.processes:
+            raise unittest.SkipTest("no ranks: there is no device")
+        check(self, *arguments)
+
+    case._check_return_codes = check_ranks
+
+
+def _answer_for_cuda() -> None:
     """Give torch's harness the answers of CUDA and NCCL that no device of another kind has."""
-    from torch.testing._internal import common_distributed, common_fsdp, common_utils
+    from torch.testing._internal import common_distributed, common_utils
     from torch.testing._internal.distributed import multi_threaded_pg
 
     vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0
     vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
     vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
     order_threads(multi_threaded_pg.Collective)
-    if decorator := vars(common_fsdp).get("compiled_fsdp_test"):  # before torch 2.7 it had a name of a test
-        vars(common_fsdp)["test_compiled_fsdp"] = decorator
-        decorator.__test__ = False
 
 
 def order_threads(collective: Any) -> None:

@@ -10,14 +10,17 @@ import msgspec
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 _MAX_CAUSE = 160
-_ERROR_LINE = re.compile(r"^(?:E +)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Warning|Interrupt|Exit)\b.*)$")
+_ERROR_LINE = re.compile(r"^(?:E +)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
 _WRAPPERS = re.compile(r"^RuntimeError: (Process|Thread) \d+ (exited|terminated)|^RuntimeError: Exception in worker")
 """Errors by which torch's harness passes on that of a rank, which stands below."""
+_CONSEQUENCES = re.compile(r"Connection (closed|reset) by peer|Broken pipe|connectFullMesh failed|CheckpointException")
+"""Errors of ranks that wait for one that has failed, or that report the failure of another."""
 _VARYING = (
     (re.compile(r"0x[0-9a-f]+"), "0x…"),
-    (re.compile(r"-?\d+\.\d+(e[-+]?\d+)?"), "…"),
-    (re.compile(r"tensor\(.*"), "tensor(…"),
     (re.compile(r"/(?:[\w.+-]+/)+"), "…/"),
+    (re.compile(r"-?\d+\.\d+(e[-+]?\d+)?"), "…"),
+    (re.compile(r":\d{4,5}\b"), ":…"),
+    (re.compile(r"tensor\(.*"), "tensor(…"),
 )
 
 
@@ -54,7 +57,8 @@ def cause(text: str) -> str:
     """Return the last line of the first error in the output of a failed test that no rank only passes on."""
     errors = [error for error in _errors(text) if not _WRAPPERS.search(error)]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = errors[0] if errors else next(iter(lines), "no output")
+    first = next((error for error in errors if not _CONSEQUENCES.search(error)), errors[0] if errors else "")
+    line = first or next(iter(lines), "no output")
     for pattern, replacement in _VARYING:
         line = pattern.sub(replacement, line)
     return line[:_MAX_CAUSE]

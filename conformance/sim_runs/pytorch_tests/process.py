@@ -17,6 +17,7 @@ def main(arguments: list[str]) -> int:
     """Run a test file under pytest; returns pytest's exit status."""
     harness.serve_processes(_PRELOAD)
     harness.prepare()
+    harness.share_device()
     return pytest.main([*_OPTIONS, "-p", "no:warnings", *arguments])
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.sim_runs.translation import translate_imports, translated
 
@@ -66,6 +67,23 @@ def test_attributes_name_the_device_and_names_of_the_build_stay(tmp_path: Path) 
     assert found["question"] == ("is_sim",)
     assert found["is_there"] is True
     assert found["variable"] == "variable"
+
+
+AMP = """
+from torch import cuda
+from torch.cuda.amp import GradScaler
+import torch.amp
+scalers = GradScaler(), torch.amp.GradScaler(init_scale=2.0), torch.cuda.amp.GradScaler(2.0)
+given = torch.amp.GradScaler("cpu"), torch.amp.GradScaler(device="cpu")
+"""
+
+
+def test_loss_scaling_for_cuda_is_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "sim", object(), raising=False)
+    found = names(AMP, tmp_path)
+    assert [scaler._device for scaler in found["scalers"]] == ["sim"] * 3  # type: ignore[attr-defined]
+    assert [scaler._device for scaler in found["given"]] == ["cpu"] * 2  # type: ignore[attr-defined]
+    assert found["cuda"] is torch.sim  # type: ignore[attr-defined]
 
 
 def test_a_program_for_any_accelerator_runs_as_it_is(tmp_path: Path) -> None:

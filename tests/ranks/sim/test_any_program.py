@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.sim import generators
+from conformance.sim import device, generators
 from conformance.sim import torch_sim as SIM  # noqa: N812 - as programs name it, torch.sim
+from conformance.sim.schedules import Schedule
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
 from tests.support.simulated_processes import enabled_exit_code
 
@@ -36,6 +37,25 @@ def devices_have_memory_and_streams_of_their_own() -> None:
     (segment,) = SIM.memory_snapshot(1)
     assert segment["total_size"] == SIM.memory_reserved(1)
     assert next(block["state"] for block in segment["blocks"]) == "active_allocated"
+
+
+def devices_are_initialized_by_their_first_use() -> None:
+    """DeviceMesh chooses the device of LOCAL_RANK where the program has used none."""
+    module = torch.get_device_module("sim")
+    assert not module.is_initialized()
+    torch.ones(1, device="sim:1")
+    assert module.is_initialized()
+
+
+def pinned_memory_is_returned() -> None:
+    pinned = torch.ones(100, pin_memory=True)
+    device = pinned.to("sim", non_blocking=True)
+    del pinned
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", lambda: None)  # not in all versions of torch
+    empty_host_cache()
+    assert device.sum().item() == 100
+    empty_host_cache()
+    assert torch.zeros(100, pin_memory=True).is_pinned()
 
 
 def copies_between_devices_wait_for_both() -> None:
@@ -66,6 +86,28 @@ def generators_are_seeded_and_restored() -> None:
     with torch.random.fork_rng(devices=[0], device_type="sim"):
         torch.rand(3, device="sim")
     assert torch.equal(torch.randn(20, device="sim"), second)
+
+
+def no_schedule_changes_random_numbers() -> None:
+    """Operators are seeded when the host issues them, and run in the order of their stream, without a wait."""
+    shares = torch.full((8, 4), 0.5, device="sim")
+    samples = []
+    for schedule in ("eager", "lazy", "random:5"):
+        device.follow(Schedule.parse(schedule))
+        torch.manual_seed(3)
+        waits = device.counts()["waits"]
+        drawn = [
+            torch.rand(8, 4, device="sim"),
+            torch.randperm(8, device="sim"),
+            torch.bernoulli(shares),
+            torch.normal(shares, 1.0),
+            torch.multinomial(shares, 2),
+            torch.nn.functional.dropout(shares),
+        ]
+        assert device.counts()["waits"] == waits
+        samples.append([tensor.cpu() for tensor in drawn])
+    for eager, *others in zip(*samples, strict=True):
+        assert all(torch.equal(eager, other) for other in others)
 
 
 def events_are_timed() -> None:
@@ -118,8 +160,11 @@ def in_fork(check: Callable[[], object]) -> None:
     "check",
     [
         devices_have_memory_and_streams_of_their_own,
+        devices_are_initialized_by_their_first_use,
+        pinned_memory_is_returned,
         copies_between_devices_wait_for_both,
         generators_are_seeded_and_restored,
+        no_schedule_changes_random_numbers,
         events_are_timed,
         forks_before_the_first_tensor_have_the_device,
     ],
@@ -198,6 +243,7 @@ def test_tests_of_any_project_run_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "test_sum.py").write_text(TESTS)
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
     assert "1 passed" in output_of(*pytest_command, "--sim", "--sim-devices", "2")
+    assert "1 passed" in output_of("-m", "conformance", "sim", "run", "--devices", "2", *pytest_command)
     assert "write a number from 1 to 8" in output_of(*pytest_command, "--sim", "--sim-devices", "9", status=4)
     assert "1 failed" in output_of(*pytest_command, status=1, variables={DEVICES_VARIABLE: ""})
 

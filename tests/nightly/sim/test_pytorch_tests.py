@@ -1,0 +1,102 @@
+"""`conformance sim pytorch-tests` on a small checkout whose tests of FSDP2 are written for CUDA and NCCL."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.project import PROJECT
+from conformance.sim_runs.pytorch_tests.record import Record, read_records
+
+FILE = "distributed/_composable/fsdp/test_small.py"
+TESTS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_cuda import TEST_CUDA
+from torch.testing._internal.common_distributed import requires_nccl, skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
+
+
+class TestSmall(FSDPTest):
+    @property
+    def world_size(self):
+        return torch.cuda.device_count()
+
+    @requires_nccl()
+    @skip_if_lt_x_gpu(2)
+    def test_step(self):
+        assert dist.get_backend() == "nccl"
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 4, device="cuda")
+        fully_shard(model)
+        model(torch.ones(2, 4).cuda()).sum().backward()
+        total = model.weight.grad.full_tensor().sum()
+        self.assertTrue(total.is_cuda)
+        self.assertEqual(total.item(), 32.0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_wrong(self):
+        self.assertEqual(torch.zeros(1, device="cuda").item(), 1.0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_of_four(self):
+        pass
+
+
+class TestThreads(FSDPTestMultiThread):
+    @property
+    def world_size(self):
+        return 2
+
+    def test_all_reduce(self):
+        assert TEST_CUDA
+        ones = torch.ones(3, device="cuda")
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((3,), 2.0, device="cuda"))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    file = tmp_path / "pytorch" / "test" / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(TESTS)
+    (tmp_path / "pytorch" / "version.txt").write_text("2.13.0a0\n")
+    return tmp_path / "pytorch"
+
+
+def run(checkout: Path, *options: str) -> tuple[int, str, Record]:
+    report = checkout.parent / "report.json"
+    command = [sys.executable, "-m", "conformance", "sim", "pytorch-tests", str(checkout), "--world", "2", *options]
+    done = subprocess.run([*command, "--report", str(report)], cwd=PROJECT, capture_output=True, text=True)
+    assert report.exists(), done.stderr
+    (record,) = read_records(report)
+    return done.returncode, done.stdout, record
+
+
+def outcomes(record: Record) -> dict[str, str]:
+    (run_of_file,) = record.runs
+    return {outcome.test.rpartition("::")[2]: outcome.outcome for outcome in run_of_file.outcomes}
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def test_tests_for_cuda_run_on_the_device(checkout: Path, schedule: str) -> None:
+    status, text, record = run(checkout, "--schedule", schedule)
+    assert outcomes(record) == {
+        "test_step": "passed",
+        "test_wrong": "failed",
+        "test_of_four": "skipped",
+        "test_all_reduce": "passed",
+    }
+    assert status == 1
+    assert f"unexpected failure: {FILE}::TestSmall::test_wrong (sim:{schedule}, 2 ranks)" in text
+    assert "AssertionError: Scalars are not close!" in text
+    assert "unexpected skip" not in text
+
+
+def test_without_the_device_they_are_skipped(checkout: Path) -> None:
+    status, _, record = run(checkout, "--device", "cpu")
+    assert status == 0
+    assert set(outcomes(record).values()) == {"failed", "skipped"}
