@@ -34,7 +34,8 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
     Room for one more copy of the shards is for masters in another dtype or a moving average, which are sharded like the
     parameters; an unsharded model is at least two copies. A step may leave the tensors that variables of its loop still
     name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
-    loop takes the steps.
+    loop takes the steps. A trainer's own loop may have read its data before it calls the model; where the processor is
+    the device, they are not told from copies of weights, and the model is judged on an accelerator alone.
     """
     leaves_device = evidence.cell.offload and evidence.cell.device != "cpu"
     for facts in evidence.record.ranks:
@@ -42,7 +43,8 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
         built, *steps = memory.held
         room = 0 if leaves_device else built.known_bytes["parameters"]
         where = f"rank {facts.rank}, when the model is built"
-        _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
+        if not (facts.is_own_loop and evidence.cell.device == "cpu"):
+            _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
         for held in steps:
             left = _forward_bytes(memory, held.step) if facts.is_own_loop else 0
             room = built.other_bytes + left + (held.step + 1) * NUMBERS_BYTES
