@@ -22,7 +22,7 @@ SUBJECTS: Mapping[str, str] = {
     "vision": "parallelize",
     "pretrain": "Pretraining",
     "moe": "Recipe",
-    "script": "main",
+    "script": "train",
     "diffusion": "parallelize",
 }
 """Subject in the file of each trainer."""

@@ -1,5 +1,6 @@
 """Transformer with ALiBi and grouped queries, in which two layers share keys and values."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -105,24 +106,31 @@ def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum") + 1e-3 * normaliser
 
 
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
+    """Return AdamW, in which weights of matrices alone decay."""
+    by_kind: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in parameters:
+        by_kind[parameter.ndim > 1].append(parameter)
+    vectors, matrices = by_kind
+    return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=2e-3)
+
+
 @subject(
     model=Decoder,
     tied_model=lambda: Decoder(tied=True),
     loss=loss,
     batch=batch,
+    optimizer=make_optimizer,
     initialize=Decoder.initialise,  # type: ignore[arg-type]
     meshes=["dp2", "hsdp2x2"],
     precisions=["fp32", "bf16"],
 )
 def parallelize(model: Decoder, mesh: DeviceMesh, config: Any) -> tuple[nn.Module, AdamW]:
-    """Shard layers, the last of which stays gathered; decay only matrices."""
+    """Shard layers, the last of which stays gathered."""
     options = {"mesh": mesh, "mp_policy": config.mixed_precision}
     for index, layer in enumerate(model.layers):
         fully_shard(layer, reshard_after_forward=index < len(model.layers) - 1, **options)
     fully_shard(model, **options)
     first, second, _ = (cast("FSDPModule", layer) for layer in model.layers)
     first.set_modules_to_forward_prefetch([second])
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return model, AdamW(groups, lr=2e-3)
+    return model, make_optimizer(model.parameters())

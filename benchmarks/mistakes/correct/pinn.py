@@ -55,4 +55,5 @@ def parallelize(model: Solution, mesh: DeviceMesh, config: Any) -> nn.Module:
     """Shard the model as one group, and sum its gradients over ranks."""
     sharded = fully_shard(model, mesh=mesh)
     sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
     return cast("nn.Module", sharded)

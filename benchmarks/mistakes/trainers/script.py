@@ -1,6 +1,7 @@
 """Plain script with an own loop and a DataLoader, in the style of a tutorial.
 
     torchrun --nproc-per-node 2 benchmarks/mistakes/trainers/script.py
+    conformance judge benchmarks/mistakes/trainers/script.py:train
 
 A tagger of sequences of unequal length: the loss is the mean over all tokens that are no padding, on all ranks.
 """
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from conformance.subjects import LoopConfig, own_loop
+
 WORDS, TAGS, WIDTH, LONGEST = 50, 7, 20, 9
-STEPS, ACCUMULATION, BATCH_SIZE, MAX_NORM = 3, 2, 4, 0.1
+STEPS, BATCH_SIZE, MAX_NORM = 3, 4, 0.1
 PADDING = -100
 
 
@@ -83,15 +86,21 @@ def total(number: float) -> float:
     return float(summed)
 
 
+def tag_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of words and tags, summed over words."""
+    words, tags = batch
+    logits = model(words)
+    return F.cross_entropy(logits.flatten(0, 1), tags.flatten(), ignore_index=PADDING, reduction="sum")
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> float:
     """Train on the micro-batches of a step; returns the mean loss of a word."""
     words_in_step = total(sum(int((tags != PADDING).sum()) for _, tags in batches))
     loss_sum = torch.zeros(())
-    for index, (words, tags) in enumerate(batches):
+    for index, batch in enumerate(batches):
         cast("FSDPModule", model).set_requires_gradient_sync(index == len(batches) - 1)
-        logits = model(words)
-        loss = F.cross_entropy(logits.flatten(0, 1), tags.flatten(), ignore_index=PADDING, reduction="sum")
-        (loss / words_in_step * dist.get_world_size()).backward()
+        loss = tag_loss(model, batch)
+        (loss / words_in_step * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
@@ -99,24 +108,37 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     return total(float(loss_sum)) / words_in_step
 
 
-def micro_batches(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield the micro-batches of each step."""
-    batches = iter(loader)
-    for _ in range(STEPS):
-        yield [next(batches) for _ in range(ACCUMULATION)]
-
-
-def main() -> None:
-    """Train, and print the loss of each step."""
+def main(accumulation: int = 2) -> Iterator[float]:
+    """Train; yields the loss of each step."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model, optimizer, loader = setup()
-    for step, batches in enumerate(micro_batches(loader)):
-        loss = train_step(model, optimizer, batches)
-        if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.4f}")
+    batches = iter(loader)
+    for _ in range(STEPS):
+        yield train_step(model, optimizer, [next(batches) for _ in range(accumulation)])
+
+
+def sentences(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return words and tags as the DataLoader does."""
+    chosen = torch.randint(1000, (BATCH_SIZE,), generator=generator).tolist()
+    words, tags = zip(*(Sentences()[index] for index in chosen), strict=True)
+    return torch.stack(words), torch.stack(tags)
+
+
+@own_loop(
+    model=Tagger,
+    loss=tag_loss,
+    batch=sentences,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    max_norm=MAX_NORM,
+    accumulation="even",
+)
+def train(config: LoopConfig) -> Iterator[float]:
+    """Train as the script does."""
+    return main(config.accumulation)
 
 
 if __name__ == "__main__":
-    main()
+    for number, loss in enumerate(main()):
+        print(f"step {number}: loss {loss:.4f}")
     dist.destroy_process_group()
