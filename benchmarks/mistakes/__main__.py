@@ -1,4 +1,4 @@
-"""Table of classic mistakes and of the first causes that are named: `python -m benchmarks.mistakes OUT [--write] [ID ...]`.
+"""Table of classic mistakes and their named causes: `python -m benchmarks.mistakes OUT [--write] [ID ...]`.
 
 Each mistake of mistakes.yaml is put into its trainer, which `conformance judge` judges as its owner would; the first
 cause in report.json is compared with the one that was written down before. Afterwards trainers without mistakes are
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from conformance.report.causes import Cause
 from tabulate import tabulate
 
 from benchmarks.mistakes import FOLDER, SUBJECTS, TRAINERS, Mistake, Outcome, mistakes
 from benchmarks.mistakes.why import WHY
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
-from conformance.report.causes import Cause
 from conformance.report.schema import Report
 from reference_trainer.checks import UsageError
 
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     is_caught: bool
-    """True if the session does not call the trainer conformant because of the trainer: a law fails, or it is refused."""
+    """True if a law fails, or the trainer is refused."""
     outcome: Outcome | None
     """How the session ended; None for a trainer that is conformant."""
     failing: list[str]
@@ -98,7 +98,16 @@ class Judged(NamedTuple):
 
 def judged(subject: str, directory: Path, *options: str) -> Judged:
     """Judge a subject in a process of its own, and leave report and output in a directory."""
-    command = [sys.executable, "-m", "conformance", "judge", subject, *options, "--report-dir", str(directory / "report")]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance",
+        "judge",
+        subject,
+        *options,
+        "--report-dir",
+        str(directory / "report"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     start_s = time.monotonic()
     ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
@@ -171,21 +180,24 @@ def as_markdown(rows: Sequence[Row], correct: Sequence[Row]) -> str:
         for row in correct
     ]
     headers = ["id", "trainer", "mistake", "caught", "right first cause", "first cause as told"]
-    return "\n\n".join(
-        [
-            "# Classic mistakes, and trainers without any",
-            "Written by `python -m benchmarks.mistakes OUT --write`. Each mistake is an edit of one of six small "
-            "trainers (`benchmarks/mistakes/trainers`), which `conformance judge` judges on one cell. The first cause "
-            "was written down before any result existed, as the laws that fail and words that its text must have; a "
-            "text that tells a consequence first counts as wrong.",
-            f"{caught} of {len(rows)} mistakes are caught, {right} with the right first cause.",
-            tabulate(table, headers=headers, tablefmt="github"),
-            "## Trainers without mistakes",
-            f"{sum(row.is_right for row in correct)} of {len(correct)} are conformant: the six, and those of "
-            "`benchmarks/mistakes/correct`, which no test uses.",
-            tabulate(conformant, headers=["trainer", "verdict"], tablefmt="github"),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Classic mistakes, and trainers without any",
+                "Written by `python -m benchmarks.mistakes OUT --write`. Each mistake is an edit of one of six small "
+                "trainers (`benchmarks/mistakes/trainers`), which `conformance judge` judges on one cell. The first "
+                "cause was written down before any result existed: laws that fail, and words that its text must have. "
+                "A text that tells a consequence first counts as wrong.",
+                f"{caught} of {len(rows)} mistakes are caught, {right} with the right first cause.",
+                tabulate(table, headers=headers, tablefmt="github"),
+                "## Trainers without mistakes",
+                f"{sum(row.is_right for row in correct)} of {len(correct)} are conformant: the six, and those of "
+                "`benchmarks/mistakes/correct`, which no test uses.",
+                tabulate(conformant, headers=["trainer", "verdict"], tablefmt="github"),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _plain(text: str) -> str:
@@ -214,11 +226,12 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "row.json").exists() and not options.id:
             continue
-        row = (
-            row_of(name, known[name], directory) if name in known else row_of_correct(name, correct[name], directory)
-        )
+        row = row_of(name, known[name], directory) if name in known else row_of_correct(name, correct[name], directory)
         (directory / "row.json").write_bytes(msgspec.json.encode(row))
-        print(f"{'right' if row.is_right else 'WRONG'} {name}: {row.outcome} {row.first_law}: {row.text[:300]}", flush=True)
+        print(
+            f"{'right' if row.is_right else 'WRONG'} {name}: {row.outcome} {row.first_law}: {row.text[:300]}",
+            flush=True,
+        )
     if options.write:
         rows = [_kept(options.out, name) for name in known]
         PAGE.write_text(as_markdown(rows, [_kept(options.out, name) for name in correct]))

@@ -48,7 +48,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, shared: tuple[Tensor, Tensor] | None, bias: Tensor) -> tuple[Tensor, Any]:
         """Return features, and the keys and values of this layer or those that were given."""
         y = self.norm1(x)
-        keys, values = shared = self.keys_values(y) if self.keys_values is not None else shared
+        shared = self.keys_values(y) if self.keys_values is not None else shared
+        keys, values = cast("tuple[Tensor, Tensor]", shared)
         queries = self.queries(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias.to(queries.dtype))
         x = x + self.out(attended.transpose(1, 2).flatten(2))

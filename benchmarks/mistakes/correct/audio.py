@@ -56,7 +56,7 @@ def batch(generator: torch.Generator) -> Tensor:
 def loss(model: nn.Module, wave: Tensor) -> Tensor:
     """Return the absolute error, averaged over time and summed over samples."""
     error = model(wave[..., :-1]).float() - wave[..., 1:].float()
-    return cast("Tensor", nn.functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").mean(-1).sum())
+    return nn.functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").mean(-1).sum()
 
 
 @subject(

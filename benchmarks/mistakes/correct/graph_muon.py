@@ -28,7 +28,7 @@ class GraphAttention(nn.Module):
         """Return features (graphs, NODES, WIDTH) of nodes, given which of them are neighbours."""
         scores = F.leaky_relu(self.target(x) + self.source(x).transpose(1, 2), 0.2)
         weights = scores.masked_fill(~edges, float("-inf")).softmax(-1)
-        return cast("Tensor", x + F.elu(weights @ self.values(x)))
+        return x + F.elu(weights @ self.values(x))
 
 
 class GraphNetwork(nn.Module):

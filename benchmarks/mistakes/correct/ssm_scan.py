@@ -113,7 +113,7 @@ class LoopOverSteps:
             observer.phase("forward", step=step)
             loss = text_loss(self.model, text) / samples
             observer.phase("backward", step=step)
-            (loss * dist.get_world_size()).backward()
+            (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
             logged += loss.detach()
         observer.gradients(self.model, step=step)
         observer.phase("clip", step=step)
