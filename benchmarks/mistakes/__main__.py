@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from conformance.report.causes import Cause
 from tabulate import tabulate
 
 from benchmarks.mistakes import FOLDER, SUBJECTS, TRAINERS, Mistake, Outcome, mistakes
 from benchmarks.mistakes.why import WHY
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
+from conformance.report.causes import Cause
 from conformance.report.schema import Report
 from reference_trainer.checks import UsageError
 

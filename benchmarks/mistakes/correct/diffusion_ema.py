@@ -1,7 +1,7 @@
 """Flow matching with an average of the weights, and a loop that clips gradients by hand."""
 
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def train(config: LoopConfig) -> Iterator[float]:
     """Train, and average the weights of each rank's shards after each step."""
     model = cast("Velocity", config.model())
-    options = {"mesh": config.device_mesh(), "mp_policy": config.mixed_precision}
+    options: dict[str, Any] = {"mesh": config.device_mesh(), "mp_policy": config.mixed_precision}
     for attention in model.attentions:
         fully_shard(attention, **options)
     sharded = fully_shard(model, **options)
