@@ -83,7 +83,7 @@ def parallelize(model: Model, mesh: DeviceMesh, config: Any) -> nn.Module:
     """Compile the inner networks without a compiler of C++, and shard blocks."""
     for block in model.blocks:
         inner = block.inner if isinstance(block, Routed) else block
-        cast("nn.Module", inner).compile(backend="aot_eager")
+        inner.compile(backend="aot_eager")
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
