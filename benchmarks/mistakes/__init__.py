@@ -51,8 +51,6 @@ class Mistake(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     outcome: Outcome = "fail"
     laws: Sequence[str] = ()
     """Laws that must be among those that fail."""
-    first_laws: Sequence[str] = ()
-    """Laws of which one must be that of the first cause; empty if the text alone decides."""
     limit_s: int = 60
     changed: str = ""
     """Reason for which the row was changed after a run."""

@@ -130,7 +130,6 @@ def row_of(name: str, mistake: Mistake, directory: Path) -> Row:
     is_right = (
         session.outcome == mistake.outcome
         and {*mistake.laws} <= {*session.failing}
-        and (not mistake.first_laws or (cause is not None and cause.law in mistake.first_laws))
         and mistake.is_named(f"{text}\n{traceback}")
     )
     return Row(

@@ -161,8 +161,9 @@ class StepFormulas:
     def _lost_micro_batches(self) -> Iterator[Formula]:
         places = {"last": self.micro_batches - 1, "first": 0} if self.micro_batches > 1 else {}
         for noun, place in places.items():
-            gradients = self._from_place(place)
-            yield self._formula(f"{noun}-micro-batch", f"the {noun} micro-batch alone", gradients)
+            told = f"the {noun} micro-batch alone"
+            told += ": is gradient synchronisation off in the last micro-batch?" if noun == "first" else ""
+            yield self._formula(f"{noun}-micro-batch", told, self._from_place(place))
 
     def _from_place(self, place: int) -> Tensors:
         return self._weighted(lambda _rank, index: float(index == place) / self.facts.total)

@@ -210,7 +210,7 @@ class OwnLoopRun:
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
         self._observer = observer
-        feed = Feed(steps)
+        feed = Feed(steps, data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
         moments = Moments(
             self,
             observer,

@@ -1,4 +1,4 @@
-"""OLMo-core divides the loss by the valid tokens of each rank, and FSDP averages: a rank's tokens weigh by their number.
+"""OLMo-core divides the loss by the valid tokens of each rank, and FSDP averages: tokens weigh by those beside them.
 
 `TransformerTrainModule.train_batch` (olmo_core/train/train_module/transformer/train_module.py) divides by the labels
 that count on its own rank. With packed pretraining data all labels count, and nothing is wrong.
@@ -39,6 +39,6 @@ module = TransformerTrainModule(models[1], AdamWConfig(), TOKENS, TOKENS, dp_con
 module.train_batch(batches[dist.get_rank()])
 expected, got = (m.lm_head.w_out.weight.grad for m in models)
 deviation = float((got.full_tensor() - expected).norm() / expected.norm())
-print(f"rank {dist.get_rank()}: expected the gradient of the mean over {sum(VALID)} labels, got one {deviation:.2g} off")
+print(f"rank {dist.get_rank()}: expected the mean over {sum(VALID)} labels, got a gradient {deviation:.2g} off")
 dist.destroy_process_group()
 sys.exit(int(deviation > 1e-3))
