@@ -204,7 +204,8 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
-        require_same_optimizer(self.optimizer, self._subject.make_optimizer([nn.Parameter(torch.zeros(1))]))
+        expected = self._subject.make_optimizer([nn.Parameter(torch.zeros(1))])
+        require_same_optimizer(self.optimizer, expected, rank=dist.get_rank())
         self._observer.built()
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
