@@ -6,6 +6,7 @@ trainer must fail with each fault.
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -47,13 +48,18 @@ def gradients_summed(benign: bool, _original: Any, model: nn.Module, _optimizer:
 @defect("gradients parameters gradient-norm loss", CELLS, CLIPPING, of="any trainer")
 @BUILT
 def local_norm(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
-    """Each rank clips by the norm of its shards alone, to a limit below all norms."""
+    """Each rank clips by the norm of its shards alone, to a limit below all norms.
+
+    After the first step, since Adam takes the same steps with gradients that are all multiplied by one number.
+    """
+    taken = count()
 
     def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         gradients = _gradients(optimizer)
         own = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        factor = 0.1 * max_norm / (own + 1e-6) if next(taken) else 1.0
         for gradient in gradients:
-            gradient.mul_(1.0 if benign else 0.1 * max_norm / (own + 1e-6))
+            gradient.mul_(1.0 if benign else factor)
 
     optimizer.register_step_pre_hook(clip)
 

@@ -11,7 +11,7 @@ from conformance.instruments import accelerators
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.sharding import local
-from reference_trainer.model import Attention, Block
+from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
 
 _AUDITED_PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -78,11 +78,11 @@ class DtypeAudit(Observer):
             elif isinstance(module, Block):
                 module.register_forward_pre_hook(self._hook(self._before_block, name))
                 module.register_forward_hook(self._hook(self._after, f"block_output/{name}"))
-        stages = getattr(model, "stages", ())  # other people's models have none
-        if not stages:
+        # Other people's models may have `stages` too, such as those of a ConvNeXt.
+        if not isinstance(model, Transformer) or not model.stages:
             model.register_forward_hook(self._hook(self._after, "logits"))
         elif model.is_last:
-            stages[-1].register_forward_hook(self._hook(self._after, "logits"))
+            model.stages[-1].register_forward_hook(self._hook(self._after, "logits"))
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Look at the gradients."""

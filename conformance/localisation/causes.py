@@ -1,5 +1,6 @@
 """First causes of another trainer's failures, in the words of its author: from formulas, places, crashes and hangs."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from conformance.subjects.running import SubjectRuns
 
 _OF_NUMBERS = frozenset(["gradients", "bf16-gradients", "gradient-norm", "clipping", "parameters", "loss", "replicas"])
 """Laws of whose failures a wrong formula may be the cause."""
+_HELD = "optimizer-holds-each-once"
 _BEFORE_FORMULAS = ("initial values", "resumed state", "data")
 """Stages before gradients, whose faults no formula explains."""
 
@@ -77,7 +79,7 @@ class _Search:
         self._runs, self._cell, self._location = runs, cell, location
         self._failure = runs.kept_failure(cell)
         self._first, *_ = in_causal_order(cases)
-        self._laws = {case.law for case in cases}
+        self._reasons = {case.law: case.reason for case in cases}
         self._random = self._again = ""
         self.formulas: list[NamedFormula] = []
 
@@ -86,7 +88,7 @@ class _Search:
         place = self._location
         if self._failure is not None or (place is not None and place.stage in _BEFORE_FORMULAS):
             return
-        if self._laws & _OF_NUMBERS:
+        if self._reasons.keys() & _OF_NUMBERS:
             self.formulas = named_formulas(self._runs, self._cell)
         if place is not None and place.stage == "forward":
             self._random = _randomness(self._runs, self._cell)
@@ -136,7 +138,30 @@ class _Search:
         if self._first.law in _IN_THEIR_WORDS and place.equals.startswith("is off by"):
             return f"{_IN_THEIR_WORDS[self._first.law]}: {self._first.reason.rpartition('; ')[2]}"
         told = _frozen(self._runs, self._cell, place) if place.equals == "is missing" else ""
-        return told or sentence_of(place)
+        return told or self._unequal_buffer(place) or sentence_of(place) + self._more_about(place)
+
+    def _unequal_buffer(self, place: Location) -> str:
+        """Return a sentence about a buffer of the first wrong module that ranks have built unequally, if there is one.
+
+        A buffer that is the same on all ranks has its own sentence.
+        """
+        found = re.search(r"initial/buffer/(\S+) on rank (\d+)", self._reasons.get("replicas", ""))
+        if found is None or place.stage != "forward" or found[1].rpartition(".")[0] != place.name:
+            return ""
+        return f"{found[1]} differs from rank to rank when the model is built: nobody broadcasts this buffer"
+
+    def _more_about(self, place: Location) -> str:
+        """Return a clause about tensors that the optimizer holds instead, or about ranks that log other losses."""
+        if place.equals.endswith("the optimizer does not hold the parameter"):
+            found = re.search(r"(\d+) tensors that are no parameters", self._reasons.get(_HELD, ""))
+            if found and int(found[1]):
+                return (
+                    f", and holds {found[1]} tensors that are no parameters: was it made before the model was sharded?"
+                )
+        is_logged = place.stage == "loss" and place.quantity == "loss that is logged"
+        if is_logged and "different losses" in self._reasons.get("loss", ""):
+            return ", and each rank logs another one: is their sum over ranks missing?"
+        return ""
 
     def _ended(self, failure: Failure, logs: Path) -> CellCause:
         logs.mkdir(parents=True, exist_ok=True)
@@ -177,6 +202,9 @@ def sentence_of(place: Location) -> str:
             return f"{name} is not sharded: it {place.equals}"
         case "initial values":
             return f"{name}: the {place.quantity} {place.equals}{on}"
+        case "resumed state" if place.quantity not in ("restored parameter", "restored buffer"):
+            state = place.quantity.removeprefix("restored ")
+            return f"after loading, the optimizer's state {state} of {name} {place.equals}{on}"
         case "resumed state":
             return f"after loading, the {place.quantity} of {name} {place.equals}{on}"
         case "reduction" if "no call of fully_shard" in place.collective:

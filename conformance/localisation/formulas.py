@@ -83,7 +83,7 @@ def _for_gradients(evidence: Evidence, formulas: StepFormulas, step: int) -> lis
     shards = evidence.cell.shape["dp_shard"]
     before = assembled(evidence.record, f"step{step - 1}/clipped/") if step else {}
     found = []
-    for formula in formulas.all(shards=shards, before=before):
+    for formula in formulas.all(shards=shards, before=before, limit=evidence.reference.facts.max_norm):
         factor = _factor(evidence, measured, formula)
         if factor is None:
             continue

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from conformance.subjects.protocol import Batch, SubjectMistake
 
@@ -22,8 +22,9 @@ class RunIsOver(BaseException):
 class Feed:
     """Micro-batches of the steps of one rank's run, in the order in which its loop takes them."""
 
-    def __init__(self, steps: Sequence[Sequence[Batch]]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Sequence[Sequence[Batch]], *, data_rank: int, data_ranks: int) -> None:
+        """`data_rank` is the index of this rank among `data_ranks` that get different data."""
+        self._steps, self._data_rank, self._data_ranks = steps, data_rank, data_ranks
         self._next = self._one_by_one()
         self.is_one_by_one = False
         """True if the loop takes single micro-batches, and decides itself after how many of them it steps."""
@@ -68,6 +69,18 @@ class Feed:
         for micro_batches in self._steps:
             yield from micro_batches
 
+    def _require_own_share(self, loader: DataLoader[Any]) -> None:
+        """Raise SubjectMistake for a loader whose own data, which the suite's replaces, is not for this rank."""
+        sampler = loader.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return
+        if (sampler.num_replicas, sampler.rank) != (self._data_ranks, self._data_rank):
+            raise SubjectMistake(
+                "ranks would train on the same data, or copies on different data: DistributedSampler(num_replicas="
+                f"{sampler.num_replicas}, rank={sampler.rank}) on the rank that is number {self._data_rank} of the "
+                f"{self._data_ranks} that must get different data"
+            )
+
     @contextmanager
     def in_place_of_loaders(self) -> Iterator[None]:
         """Open a context in which each `DataLoader` yields these micro-batches, unless the loop asks for steps."""
@@ -75,7 +88,10 @@ class Feed:
         feed = self
 
         def iterate(loader: DataLoader[Any]) -> Any:
-            return own_iter(loader) if feed._is_by_step else iter(feed.loader())
+            if feed._is_by_step:
+                return own_iter(loader)
+            feed._require_own_share(loader)
+            return iter(feed.loader())
 
         def count(loader: DataLoader[Any]) -> int:
             return own_len(loader) if feed._is_by_step else len(feed)

@@ -94,8 +94,8 @@ _OF_SPEED = ("params", "param_names", "foreach", "fused", "capturable", "differe
 """Options of a group of parameters that change no result, or only with an error."""
 
 
-def require_same_optimizer(measured: Optimizer, expected: Optimizer) -> None:
-    """Raise SubjectMistake, with the line to write, if the reference would train with another optimizer."""
+def require_same_optimizer(measured: Optimizer, expected: Optimizer, *, rank: int) -> None:
+    """Raise SubjectMistake, with the line to write, if the reference would train with another optimizer than a rank."""
     own, declared = [list(map(_options, each.param_groups)) for each in (measured, expected)]
     if type(measured).__name__ == type(expected).__name__ and own == declared:
         return
@@ -103,8 +103,8 @@ def require_same_optimizer(measured: Optimizer, expected: Optimizer) -> None:
     line = f"optimizer=lambda parameters: {_path(type(measured))}({', '.join(['parameters', *changed])})"
     groups = f", with {len(own)} groups of parameters" if len(own) > 1 else ""
     raise SubjectMistake(
-        f"the loop trains with {type(measured).__name__}{groups}, and the reference with {_spelled(expected)}: declare "
-        f"{line}"
+        f"on rank {rank} the loop trains with {type(measured).__name__}({', '.join(changed)}){groups}, and the "
+        f"reference with {_spelled(expected)}: give all ranks the same, or declare {line}"
     )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conformance.instruments.tensor_file import write_tensors
+from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects import reference
 from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors, to_dtype
 from conformance.subjects.facts import StepsJob
@@ -126,11 +127,12 @@ class StepFormulas:
         """Gradients of the mean over all that counts in the step."""
         return self._weighted(lambda _rank, _index: 1.0 / self.facts.total)
 
-    def all(self, *, shards: int, before: Tensors) -> Iterator[Formula]:
+    def all(self, *, shards: int, before: Tensors, limit: float) -> Iterator[Formula]:
         """Yield the formulas, the most frequent mistakes first.
 
         `shards` is the number of neighbouring ranks that have different shards: the others hold copies. `before` are
-        full gradients that the step before left. Means of means are left out where all count alike: they are right.
+        full gradients that the step before left, and `limit` is that of clipping. Means of means are left out where all
+        count alike: they are right.
         """
         yield self._formula("mean", "the mean over all that counts", self.right)
         yield from self._means()
@@ -144,6 +146,8 @@ class StepFormulas:
             added = _sum([(1.0, self.right), (1.0, before)])
             told = "this step and those that the step before has left: they are not set to zero"
             yield self._formula("not-zeroed", told, added, has_factor="no")
+        told = "micro-batches that are clipped one by one, before the gradients of all are added"
+        yield self._formula("clipped-one-by-one", told, self._clipped_one_by_one(limit), has_factor="no")
 
     def _means(self) -> Iterator[Formula]:
         """Yield means of means, in which ranks or micro-batches of different sizes have the same weight."""
@@ -161,11 +165,21 @@ class StepFormulas:
     def _lost_micro_batches(self) -> Iterator[Formula]:
         places = {"last": self.micro_batches - 1, "first": 0} if self.micro_batches > 1 else {}
         for noun, place in places.items():
-            gradients = self._from_place(place)
-            yield self._formula(f"{noun}-micro-batch", f"the {noun} micro-batch alone", gradients)
+            told = f"the {noun} micro-batch alone"
+            told += ": is gradient synchronisation off in the last micro-batch?" if noun == "first" else ""
+            yield self._formula(f"{noun}-micro-batch", told, self._from_place(place))
 
     def _from_place(self, place: int) -> Tensors:
         return self._weighted(lambda _rank, index: float(index == place) / self.facts.total)
+
+    def _clipped_one_by_one(self, limit: float) -> Tensors:
+        """Return gradients that are clipped whenever those of a micro-batch have been added."""
+        added: Tensors = {}
+        for place in range(self.micro_batches):
+            added = _sum([(1.0, added), (1.0, self._from_place(place))])
+            factor = clip_factor(total_norm(added.values(), order=2.0), max_norm=limit)
+            added = _sum([(factor, added)])
+        return added
 
     def _unreduced(self, shards: int) -> Iterator[Formula]:
         """Yield gradients of some of the ranks' data alone."""

@@ -204,13 +204,14 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
-        require_same_optimizer(self.optimizer, self._subject.make_optimizer([nn.Parameter(torch.zeros(1))]))
+        expected = self._subject.make_optimizer([nn.Parameter(torch.zeros(1))])
+        require_same_optimizer(self.optimizer, expected, rank=dist.get_rank())
         self._observer.built()
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
         self._observer = observer
-        feed = Feed(steps)
+        feed = Feed(steps, data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
         moments = Moments(
             self,
             observer,

@@ -82,6 +82,8 @@ def promoted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, _in(dtype, buffer))
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = torch.finfo(torch.float32).eps  # which torch takes in fp32; that of fp64 is another function
     return model
 
 

@@ -76,11 +76,15 @@ def test_findings_are_in_their_directories_name_laws_that_exist_and_the_worst_co
     assert {finding.law for finding in (*findings(), *findings(TRAINERS))} - {"none"} <= asserted_laws().keys()
 
 
+_ALSO_IMPORTED = {"accelerate": {"transformers"}, "verl": {"transformers"}, "ai2-olmo-core": {"olmo_core"}}
+"""Modules that a program may import besides one of the name of its package."""
+
+
 @pytest.mark.parametrize("finding", [*findings(), *findings(TRAINERS)], ids=lambda finding: finding.name)
 def test_programs_are_short_and_need_their_package_and_torch_alone(finding: Finding) -> None:
     text = finding.file.read_text()
     imported = {entry.module.partition(".")[0] for entry in imports(ast.parse(text))}
-    others = {"transformers"} if finding.package == "accelerate" else set()
+    others = _ALSO_IMPORTED.get(finding.package, set())
     allowed = {"torch", "sys", "os", "signal", "time", "datetime", "weakref", "warnings"}
     assert imported <= allowed | others | {finding.package}
     assert len(text.splitlines()) < 50

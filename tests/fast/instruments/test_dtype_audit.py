@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective, RankFacts
@@ -107,6 +107,22 @@ def test_only_modules_called_in_forward_or_backward_are_seen() -> None:
     seen = audit.facts()
     assert seen["block_input/layers.0"] == seen["module_output/layers.0.attention.wq"] == ["float32"]
     assert not [thing for thing in seen if "layers.1" in thing and "initial" not in thing]
+
+
+def test_stages_of_another_model_are_no_pipeline() -> None:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast("Tensor", self.stages[0](x))
+
+    model, audit = Stages(), DtypeAudit()
+    audit.initialized(model)
+    audit.phase("forward", step=0)
+    model(torch.zeros(1, 2))
+    assert audit.facts()["logits"] == ["float32"]
 
 
 @pytest.mark.parametrize("law", LAWS)
