@@ -112,7 +112,7 @@ def layer_not_synchronised(
 @BUILT
 def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each rank keeps the weights unsharded on its device, as after loading a checkpoint."""
-    weights = [full(parameter) for parameter in _trained(model)]
+    weights = [full(parameter) for parameter in model.parameters()]
 
     def keep(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         del weights[len(weights) :]  # none: the hook refers to all of them

@@ -138,6 +138,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Modules that FSDP2 has sharded and whose inputs need no gradient: FSDP reshards them when backward has ended."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
+    dataset_bytes: int = 0
+    """Bytes of the tensors of a trainer's own dataset, whose loader yields the suite's micro-batches."""
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
     is_own_model: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from conformance.subjects.data import tensors
 from conformance.subjects.protocol import Batch, SubjectMistake
 
 _MOST_EPOCHS = 1000
@@ -26,6 +27,8 @@ class Feed:
         """`data_rank` is the index of this rank among `data_ranks` that get different data."""
         self._steps, self._data_rank, self._data_ranks = steps, data_rank, data_ranks
         self._next = self._one_by_one()
+        self.dataset_bytes = 0
+        """Bytes of the tensors of the last dataset whose loader was replaced."""
         self.is_one_by_one = False
         """True if the loop takes single micro-batches, and decides itself after how many of them it steps."""
         self._is_by_step = False
@@ -91,6 +94,8 @@ class Feed:
             if feed._is_by_step:
                 return own_iter(loader)
             feed._require_own_share(loader)
+            held = loader.dataset if isinstance(loader.dataset, list | tuple) else vars(loader.dataset)
+            feed.dataset_bytes = sum(tensor.nbytes for tensor in tensors(held))
             return iter(feed.loader())
 
         def count(loader: DataLoader[Any]) -> int:

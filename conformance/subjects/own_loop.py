@@ -175,6 +175,7 @@ class OwnLoopRun:
 
     def __init__(self, subject: LoopSubject, cell: SubjectCell, device: torch.device, max_norm: float) -> None:
         self.data_rank = dist.get_rank() // cell.shape.get("tp", 1)
+        self.dataset_bytes = 0
         self.model: nn.Module = nn.Module()
         self.optimizer: Optimizer = sgd([nn.Parameter(torch.zeros(1))])  # both until the loop has made its own
         self.norms: list[float] = []
@@ -230,6 +231,7 @@ class OwnLoopRun:
             stack.enter_context(moments.watched())
             _collect(self._subject.function(config), told)
         moments.require_all_steps()
+        self.dataset_bytes = feed.dataset_bytes
         return self._losses(told, len(steps))
 
     def _save_to(self) -> Path | None:

@@ -198,7 +198,11 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
     facts = recorder.finish(losses, Path(job.directory))
     if recorder.taps:
         recorder.taps.write(Path(job.directory), rank=dist.get_rank())
-    facts = msgspec.structs.replace(facts, batch_bytes=max(map(_bytes_of, _batches(subject, job, run))))
+    facts = msgspec.structs.replace(
+        facts,
+        batch_bytes=max(map(_bytes_of, _batches(subject, job, run))),
+        dataset_bytes=getattr(run, "dataset_bytes", 0),
+    )
     destroy_process_group()
     return facts
 
