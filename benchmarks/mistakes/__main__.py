@@ -97,7 +97,7 @@ class Judged(NamedTuple):
 
 
 def judged(subject: str, directory: Path, *options: str) -> Judged:
-    """Judge a subject in a process of its own, and leave report and output in a directory."""
+    """Judge a subject in a new process, and leave report and output in a directory."""
     command = [
         sys.executable,
         "-m",

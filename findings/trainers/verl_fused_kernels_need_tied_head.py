@@ -1,4 +1,4 @@
-"""verl with FSDP2, fused kernels and an untied head raises: the head is its own group, and nobody gathers its weight.
+"""verl with FSDP2, fused kernels and an untied head raises: the head is its own group, which is never gathered.
 
 `apply_fsdp2` (verl/utils/fsdp_utils.py) shards an untied `lm_head` by itself; the fused forward pass reads
 `lm_head.weight` without calling `lm_head`.

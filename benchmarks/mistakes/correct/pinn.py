@@ -13,7 +13,7 @@ WIDTH = 14
 
 
 class Solution(nn.Module):
-    """Function u of (x, t) that solves u_t = u_xx; its forward pass returns what is missing."""
+    """Function u of (x, t) that solves u_t = u_xx; its forward pass returns residuals."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class Llama(nn.Module):
 
 
 def batch(generator: torch.Generator) -> dict[str, Tensor]:
-    """Return token ids and labels; what follows the end of a document does not count."""
+    """Return token ids and labels; tokens behind the end of a document do not count."""
     tokens = torch.randint(VOCAB, (4, SEQ + 1), generator=generator)
     ends = torch.randint(3, SEQ + 1, (4, 1), generator=generator)
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].masked_fill(torch.arange(SEQ) >= ends, -100)}

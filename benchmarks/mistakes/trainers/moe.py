@@ -98,7 +98,7 @@ def prepare_for_grad_accumulation(model: nn.Module) -> None:
 
 
 def prepare_for_final_backward(model: nn.Module) -> None:
-    """Reduce what was accumulated in the next backward pass."""
+    """Reduce accumulated gradients in the next backward pass."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(True, recurse=False)
 
