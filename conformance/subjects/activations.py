@@ -4,6 +4,7 @@ Measured with the ledger, or the allocator, that measures parallel runs, so that
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.cells import Workload
-from conformance.subjects.data import micro_batches, tensors, to_device
+from conformance.subjects.data import map_tensors, micro_batches, tensors, to_device
 from conformance.subjects.facts import ActivationMemory
 from conformance.subjects.memory_log import Memory, memory_of
 from conformance.subjects.protocol import Batch, Subject
@@ -28,12 +29,29 @@ def activation_memory(subject: Subject, workload: Workload, device: torch.device
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        module.register_forward_pre_hook(_each_apart, with_kwargs=True)
     memory = memory_of(device)
     with memory.installed():
         return [
             _most([_measured(subject, model, batch, memory, device) for batch in _batches(subject, workload, rank)])
             for rank in range(workload.data_ranks)
         ]
+
+
+def _each_apart(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """Return inputs of which no tensor is another one: FSDP2 passes those of its modules through an autograd function.
+
+    A module that looks whether two are one, as self-attention in `nn.MultiheadAttention`, needs more memory then.
+    """
+    seen: set[int] = set()
+
+    def apart(tensor: Tensor) -> Tensor:
+        repeated = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.view_as(tensor) if repeated else tensor
+
+    return map_tensors(apart, inputs), map_tensors(apart, named)
 
 
 def _batches(subject: Subject, workload: Workload, data_rank: int) -> list[Batch]:

@@ -382,6 +382,7 @@ def _layout_of(parameter: nn.Parameter) -> ShardedParameter:
         shard_ranks=_ranks_of_dims(parameter, sharded=True) if isinstance(parameter, DTensor) else [],
         replica_ranks=_ranks_of_dims(parameter, sharded=False) if isinstance(parameter, DTensor) else [],
         is_trained=parameter.requires_grad,
+        shard_dims=[p.dim for p in parameter.placements if hasattr(p, "dim")] if isinstance(parameter, DTensor) else [],
     )
 
 

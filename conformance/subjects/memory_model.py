@@ -23,7 +23,7 @@ from heapq import nlargest
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
 from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
-from conformance.subjects.facts import AllocatorFacts, SubjectFacts
+from conformance.subjects.facts import AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
 """Bytes of the numbers that a step may leave: a loss, a norm, a count and others, eight in fp64."""
@@ -52,10 +52,10 @@ class PhaseRoom:
 def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step: int) -> Iterator[PhaseRoom]:
     """Yield the room of a rank in the phases of a step that end with something else than they began with.
 
-    Raises Unsupported for a trainer without groups of FSDP2.
+    Raises Unsupported for a trainer that the model does not describe.
     """
-    if not facts.groups:
-        raise Unsupported("FSDP2 has made no group of parameters")
+    for reason in _not_described(facts):
+        raise Unsupported(f"the model of memory does not describe {reason}")
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
     others = own.fixed_bytes + own.left_bytes
@@ -71,6 +71,25 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)
+
+
+def _not_described(facts: SubjectFacts) -> Iterator[str]:
+    """Yield what a trainer does of which the model of memory knows no bound."""
+    managed = {name for group in facts.groups for name in group.names}
+    trained = {name: parameter for name, parameter in facts.parameters.items() if parameter.is_trained}
+    if not managed:
+        yield "a trainer without groups of FSDP2"
+    if trained.keys() - managed:
+        yield "gradients of parameters that FSDP2 does not manage"
+    if any(map(_is_copied, facts.parameters.values())):
+        yield "shards of other dimensions than the first, which FSDP2 copies"
+    if any(calls.first[name] > 1 for calls in facts.calls for name in calls.first):
+        yield "modules that compute more than once in a forward pass"
+
+
+def _is_copied(parameter: ShardedParameter) -> bool:
+    placed = zip(parameter.shard_ranks, parameter.shard_dims, strict=True)
+    return any(ranks in parameter.fsdp_ranks and dim != 0 for ranks, dim in placed)
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:

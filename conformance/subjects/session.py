@@ -77,11 +77,16 @@ def faults_seen(
     """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
     A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
-    that hung no fault is tried.
+    that hung no fault is tried, and none all of whose laws are unsupported.
     """
     passed = [result for result in results if result.verdict == Verdict.PASS]
     substrates = {result.substrate for result in passed}
-    faults = [defect for defect in defects() if defect.of == "any trainer" and substrates & {*defect.substrates}]
+    told = {result.law for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)}
+    faults = [
+        defect
+        for defect in defects()
+        if defect.of == "any trainer" and substrates & {*defect.substrates} and told & {*defect.laws}
+    ]
     for mesh in (cell.mesh for cell in FAULT_CELLS):
         for fault in faults:
             cell = _shown_on(fault, mesh, passed)
