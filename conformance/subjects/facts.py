@@ -23,8 +23,8 @@ class ShardedParameter(msgspec.Struct, frozen=True):
     replica_ranks: list[list[int]]
     """Ranks that hold copies, for each mesh dimension that does not shard the parameter."""
     is_trained: bool
-    shard_dims: list[int] = []
-    """Dimension of the parameter that each mesh dimension of `shard_ranks` shards."""
+    is_cut_in_rows: bool = True
+    """True unless the parameter is sharded along a dimension other than the first."""
     is_below_fsdp: bool = False
     """True if FSDP2 shards a module above: of that module's parameters it leaves out those in `ignored_params`."""
     fsdp_ranks: list[list[int]] = []

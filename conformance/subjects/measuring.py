@@ -373,7 +373,7 @@ class SubjectRecorder:
 
 
 def _layout_of(parameter: nn.Parameter) -> ShardedParameter:
-    is_dtensor = isinstance(parameter, DTensor)
+    is_dtensor, placements = isinstance(parameter, DTensor), getattr(parameter, "placements", ())
     return ShardedParameter(
         shape=list(parameter.shape),
         local_numel=local(parameter).numel(),
@@ -382,7 +382,7 @@ def _layout_of(parameter: nn.Parameter) -> ShardedParameter:
         shard_ranks=_ranks_of_dims(parameter, sharded=True) if isinstance(parameter, DTensor) else [],
         replica_ranks=_ranks_of_dims(parameter, sharded=False) if isinstance(parameter, DTensor) else [],
         is_trained=parameter.requires_grad,
-        shard_dims=[p.dim for p in parameter.placements if hasattr(p, "dim")] if isinstance(parameter, DTensor) else [],
+        is_cut_in_rows=all(getattr(each, "dim", 0) == 0 for each in placements),
     )
 
 

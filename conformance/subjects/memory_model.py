@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
+import torch
+
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
 from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
@@ -52,10 +54,10 @@ class PhaseRoom:
 def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step: int) -> Iterator[PhaseRoom]:
     """Yield the room of a rank in the phases of a step that end with something else than they began with.
 
-    Raises Unsupported for a trainer that the model does not describe.
+    Raises Unsupported for a trainer without groups of FSDP2.
     """
-    for reason in _not_described(facts):
-        raise Unsupported(f"the model of memory does not describe {reason}")
+    if not facts.groups:
+        raise Unsupported("FSDP2 has made no group of parameters")
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
     others = own.fixed_bytes + own.left_bytes
@@ -71,25 +73,6 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)
-
-
-def _not_described(facts: SubjectFacts) -> Iterator[str]:
-    """Yield what a trainer does of which the model of memory knows no bound."""
-    managed = {name for group in facts.groups for name in group.names}
-    trained = {name: parameter for name, parameter in facts.parameters.items() if parameter.is_trained}
-    if not managed:
-        yield "a trainer without groups of FSDP2"
-    if trained.keys() - managed:
-        yield "gradients of parameters that FSDP2 does not manage"
-    if any(map(_is_copied, facts.parameters.values())):
-        yield "shards of other dimensions than the first, which FSDP2 copies"
-    if any(calls.first[name] > 1 for calls in facts.calls for name in calls.first):
-        yield "modules that compute more than once in a forward pass"
-
-
-def _is_copied(parameter: ShardedParameter) -> bool:
-    placed = zip(parameter.shard_ranks, parameter.shard_dims, strict=True)
-    return any(ranks in parameter.fsdp_ranks and dim != 0 for ranks, dim in placed)
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:
@@ -121,10 +104,18 @@ class _Own:
         self.backward_bytes = round(more * activations.backward_bytes)
         self.left_bytes = _NAMED * round(more * activations.output_bytes) if facts.is_own_loop else 0
         self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
-        self.trained_bytes = sum(group.trained_shard_bytes for group in facts.groups)
-        gradients = 0 if evidence.cell.offload and on_device else self.trained_bytes
+        sharded = sum(group.trained_shard_bytes for group in facts.groups)
+        ignored = sum(_bytes_of(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
+        self.trained_bytes = sharded + ignored
+        gradients = ignored if evidence.cell.offload and on_device else self.trained_bytes
         self.gradient_bytes = max(gradients - before["gradients"], 0)
         self.state_bytes = max(after["optimizer"] - before["optimizer"], 0)
+
+
+def _bytes_of(parameter: ShardedParameter) -> int:
+    """Return the bytes of a rank's shard of a parameter that FSDP2 leaves alone."""
+    dtype: torch.dtype = getattr(torch, parameter.dtype)
+    return parameter.local_numel * dtype.itemsize
 
 
 def _factor(evidence: Evidence, facts: SubjectFacts) -> float:
@@ -144,6 +135,10 @@ class _Buffers:
         self._ahead = max(group.prefetched for group in facts.groups)
         casts = evidence.cell.precision == "bf16" or evidence.cell.offload
         self._cast_bytes = max(group.shard_bytes for group in facts.groups) if casts else 0
+        in_columns = {name for name, each in facts.parameters.items() if not each.is_cut_in_rows}
+        self._ordered_bytes = max((g.unsharded_bytes for g in facts.groups if in_columns & {*g.names}), default=0)
+        """Parameters that are gathered in columns are copied once more, into rows."""
+        self._calls = max(facts.calls[step].first.values(), default=1)
         self.accumulates = evidence.cell.accumulation[step] > 1
         unsharded = sum(group.unsharded_bytes for group in facts.groups)
         self.kept_bytes = unsharded if self.accumulates else sum(group.kept_bytes for group in facts.groups)
@@ -155,7 +150,7 @@ class _Buffers:
     def forward(self) -> int:
         """Return the bytes that are needed at once in forward, above those of the groups that stay unsharded."""
         computing = max(sum(map(self._resharded, self._with_outer(group))) for group in self._groups)
-        return computing + self._gathered(2 + self._ahead) + self._cast_bytes
+        return computing + self._gathered(2 + self._ahead) + self._cast_bytes + self._ordered_bytes
 
     def backward(self) -> int:
         """Return the same in backward."""
@@ -163,7 +158,8 @@ class _Buffers:
         fed = sum(map(self._in_backward, self._fed))
         reduced = nlargest(2, (group.reduced_bytes for group in self._groups))
         outputs = max(group.reduced_bytes // group.ranks for group in self._groups)
-        return computing + fed + self._gathered(1 + max(1, self._ahead)) + self._cast_bytes + sum(reduced) + outputs
+        gathered = self._gathered(1 + max(1, self._ahead)) + self._cast_bytes + self._ordered_bytes
+        return computing + fed + gathered + sum(reduced) + outputs
 
     def _resharded(self, group: GroupSettings) -> int:
         return max(group.unsharded_bytes - group.kept_bytes, 0)
@@ -172,7 +168,9 @@ class _Buffers:
         return self._resharded(group) + group.computed_bytes
 
     def _gathered(self, count: int) -> int:
-        return sum(nlargest(count, (group.unsharded_bytes for group in self._groups)))
+        """Return the bytes of gathers that follow each other; one group may be gathered each time that it computes."""
+        groups = [group.unsharded_bytes for group in self._groups for _ in range(self._calls)]
+        return sum(nlargest(count, groups))
 
     def _with_outer(self, group: GroupSettings) -> list[GroupSettings]:
         """Return a group and those around it."""
