@@ -144,7 +144,8 @@ def plain_ddp(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.
 
 @in_fp32
 def forgotten_layer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    fully_shard([model.norm, model.up], mesh=mesh)
+    fully_shard(model.norm, mesh=mesh)
+    fully_shard(model.up, mesh=mesh)
 
 
 @in_fp32

@@ -91,6 +91,9 @@ FAULTS = (
     "stale-shard",
     "parameters-frozen",
     "layer-not-synchronised",
+    "full-weights-kept",
+    "gradients-left",
+    "forward-kept",
 )
 
 
