@@ -50,14 +50,14 @@ def gradients_summed(benign: bool, _original: Any, model: nn.Module, _optimizer:
 def local_norm(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
     """Each rank clips by the norm of its shards alone, to a limit below all norms.
 
-    After the first step, since Adam takes the same steps with gradients that are all multiplied by one number.
+    A smaller one in each step, since Adam takes the same steps with gradients that are all multiplied by one number.
     """
-    taken = count()
+    steps = count(1)
 
     def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         gradients = _gradients(optimizer)
         own = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        factor = 0.1 * max_norm / (own + 1e-6) if next(taken) else 1.0
+        factor = 0.1 * max_norm / (own + 1e-6) / next(steps)
         for gradient in gradients:
             gradient.mul_(1.0 if benign else factor)
 

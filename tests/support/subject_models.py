@@ -143,12 +143,6 @@ def plain_ddp(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.
 
 
 @in_fp32
-def forgotten_layer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    fully_shard(model.norm, mesh=mesh)
-    fully_shard(model.up, mesh=mesh)
-
-
-@in_fp32
 def gradients_not_divided(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     sharded = shard(model, mesh, config)
     for module in sharded.modules():
