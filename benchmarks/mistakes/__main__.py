@@ -185,8 +185,9 @@ def as_markdown(rows: Sequence[Row], correct: Sequence[Row]) -> str:
                 "# Classic mistakes, and trainers without any",
                 "Written by `python -m benchmarks.mistakes OUT --write`. Each mistake is an edit of one of six small "
                 "trainers (`benchmarks/mistakes/trainers`), which `conformance judge` judges on one cell. The first "
-                "cause was written down before any result existed: laws that fail, and words that its text must have. A row "
-                "that was changed later has its reason; the suite was mended with the rows known. A text that tells a consequence first counts as wrong.",
+                "cause was written down before any result existed: laws that fail, and words that its text must have. "
+                "A row that was changed later has its reason; the suite was mended with the rows known. A text that "
+                "tells a consequence first counts as wrong.",
                 f"{caught} of {len(rows)} mistakes are caught, {right} with the right first cause.",
                 tabulate(table, headers=headers, tablefmt="github"),
                 "## Trainers without mistakes",
