@@ -161,9 +161,15 @@ def read_report(directory: Path) -> Report:
 
 def report_schema() -> dict[str, Any]:
     """Return the JSON Schema of report.json."""
-    return {"$schema": _DIALECT, "title": "report.json", **msgspec.json.schema(Report)}
+    return _schema("report.json", Report)
 
 
 def line_schema() -> dict[str, Any]:
     """Return the JSON Schema of each line of report.jsonl."""
-    return {"$schema": _DIALECT, "title": "line of report.jsonl", **msgspec.json.schema(Header | CaseLine | Footer)}
+    return _schema("line of report.jsonl", Header | CaseLine | Footer)
+
+
+def _schema(title: str, content: Any) -> dict[str, Any]:
+    """Return the JSON Schema of a type, with `$` for the end of a text, which is `Z` escaped in Python alone."""
+    schema = msgspec.json.encode(msgspec.json.schema(content)).replace(rb"\\Z", b"$")
+    return {"$schema": _DIALECT, "title": title, **msgspec.json.decode(schema)}
