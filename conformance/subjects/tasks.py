@@ -200,7 +200,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
         recorder.taps.write(Path(job.directory), rank=dist.get_rank())
     facts = msgspec.structs.replace(
         facts,
-        batch_bytes=max(map(_bytes_of, _batches(subject, job, run))),
+        batch_bytes=max(_bytes_of(batches, device) for batches in _batches(subject, job, run)),
         dataset_bytes=getattr(run, "dataset_bytes", 0),
     )
     destroy_process_group()
@@ -278,9 +278,10 @@ def _batches(subject: Subject, job: TrainJob, run: Built) -> list[list[Batch]]:
     return [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
 
 
-def _bytes_of(batches: Sequence[Batch]) -> int:
-    """Return the bytes that an allocator hands out for micro-batches: it rounds those of each tensor."""
-    return sum(-(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES for batch in batches for tensor in tensors(batch))
+def _bytes_of(batches: Sequence[Batch], device: torch.device) -> int:
+    """Return the bytes of micro-batches; the allocator of an accelerator rounds those of each tensor."""
+    block_bytes = 1 if device.type == "cpu" else BLOCK_BYTES
+    return sum(-(-tensor.nbytes // block_bytes) * block_bytes for batch in batches for tensor in tensors(batch))
 
 
 def _trained(

@@ -26,22 +26,22 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 )
 def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
     """Besides the state of training (shards, buffers, gradients, the optimizer's state) a device MUST hold no more than
-    one and a half copies of its shards when the model is built, and after each step no more than then. Where parameters
-    are offloaded, they, their gradients and the optimizer's state MUST NOT be on the accelerator.
+    a second copy of its shards when the model is built, and after each step no more than then. Where parameters are
+    offloaded, they, their gradients and the optimizer's state MUST NOT be on the accelerator.
 
     Wrong if full weights stay after they were sharded, or a group stays gathered.
 
     Room for one more copy of the shards is for masters in another dtype or a moving average, which are sharded like the
-    parameters; an unsharded model is at least two copies. The bound is half way between: tables and buffers of such a
-    copy are not told from it. A step may leave the tensors that variables of its loop still name. They are at most what
-    its forward passes have added at their peak, and nothing but numbers where the suite's loop takes the steps. A
-    trainer's own loop has read its first micro-batches before the model is seen, and may hold its dataset.
+    parameters; an unsharded model is at least two copies. A step may leave the tensors that variables of its loop still
+    name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
+    loop takes the steps. A trainer's own loop has read its first micro-batches before the model is seen, and may hold
+    its dataset.
     """
     leaves_device = evidence.cell.offload and evidence.cell.device != "cpu"
     for facts in evidence.record.ranks:
         memory = memory_of(facts)
         built, *steps = memory.held
-        room = 0 if leaves_device else built.known_bytes["parameters"] * 3 // 2
+        room = 0 if leaves_device else built.known_bytes["parameters"]
         room += facts.batch_bytes + facts.dataset_bytes if facts.is_own_loop else 0
         where = f"rank {facts.rank}, when the model is built"
         _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
