@@ -138,6 +138,9 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Groups of parameters that FSDP2 has made, as they were when the first backward pass began."""
     fed_with_data: list[str] = []
     """Modules that FSDP2 has sharded and whose inputs need no gradient: FSDP reshards them when backward has ended."""
+    saved_bytes: list[int] = []
+    """Most bytes that autograd has saved when a backward pass begins, beside parameters and buffers, by step; only with
+    tensor parallelism."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
     dataset_bytes: int = 0
@@ -153,7 +156,7 @@ class SubjectFacts(msgspec.Struct, frozen=True):
         return "loop" not in self.by_suite
 
 
-class ActivationMemory(msgspec.Struct, frozen=True):
+class ActivationMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that one process needs for a micro-batch beside parameters, gradients and the micro-batch, in bytes."""
 
     forward_bytes: int
@@ -164,6 +167,12 @@ class ActivationMemory(msgspec.Struct, frozen=True):
     """Bytes of the model's outputs and of the loss."""
     backward_bytes: int
     """Peak in backward, with each gradient dropped as soon as it is complete."""
+    saved_bytes: int
+    """Bytes of `held_bytes` that autograd has saved for backward."""
+    others_in_forward_bytes: int
+    """Peak in forward of bytes that autograd has not saved yet, or never saves."""
+    others_in_backward_bytes: int
+    """The same in backward: of bytes that are no saved activations."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -209,6 +218,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    bf16_activations: list[ActivationMemory] = []
+    """The same in bf16, cast as FSDP2 does it; empty if the model cannot compute so, or the trainer never does."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
 from conformance.instruments.fsdp_state import GroupSettings, settings_of
+from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
@@ -94,6 +95,7 @@ class SubjectRecorder:
         noted: Callable[[Collective], None] | None = None,
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
+        saved: SavedTensors | None = None,
     ) -> None:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
@@ -107,7 +109,8 @@ class SubjectRecorder:
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
-        self._memory, self._accelerator = memory, accelerator
+        self._memory, self._accelerator, self._saved = memory, accelerator, saved
+        self._saved_bytes: dict[int, int] = {}
         outcomes += [accelerator.trace.listen] if accelerator else []
         outcomes += memory.memory.listeners
         self._tap = DispatchTap(listeners, outcomes=outcomes)
@@ -141,7 +144,7 @@ class SubjectRecorder:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Open the context in which steps must take place."""
-        with self._tap:
+        with self._tap, self._saved.installed() if self._saved else nullcontext():
             yield
 
     @contextmanager
@@ -199,6 +202,7 @@ class SubjectRecorder:
         modules = dict(model.named_modules(remove_duplicate=False))
         groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
         used: dict[nn.Module, dict[str, str]] = {}
+        self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             above = [group for group in groups if not group or name.startswith(f"{group}.")]
@@ -220,6 +224,7 @@ class SubjectRecorder:
         if torch.compiler.is_compiling() or self._phase != "forward":
             return
         self._calls.update({*names.values()})
+        self._leave_out(module)
         if not any(tensor.requires_grad for tensor in tensors(inputs)):
             self._fed_with_data.add(path)
         if not self._gathered.keys() >= {*names.values()}:
@@ -228,8 +233,17 @@ class SubjectRecorder:
                 if key in names and len(found.shard_ranks) <= len(self._gathered.get(names[key], found).shard_ranks):
                     self._gathered[names[key]] = found
 
+    def _leave_out(self, module: nn.Module) -> None:
+        """Let the ledger of saved activations leave out the state of a module, as it is gathered at present."""
+        if self._saved:
+            self._saved.leave_out([*module.parameters(), *module.buffers()])
+
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
+        if self._saved:
+            self._saved.is_on = name == "forward"
+            if name == "backward":
+                self._saved_bytes[step] = max(self._saved.held_bytes, self._saved_bytes.get(step, 0))
         if name == "backward":
             _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
             total.update(self._calls)
@@ -335,6 +349,7 @@ class SubjectRecorder:
             is_own_model=getattr(run, "makes_own_model", False),
             memory=self._memory.facts(),
             groups=self._groups,
+            saved_bytes=list(self._saved_bytes.values()),
             fed_with_data=sorted(self._fed_with_data),
         )
 

@@ -19,6 +19,7 @@ from conformance.experiments.context import device_of, start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.gradient_sync import GRADIENT_SYNC
+from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -101,7 +102,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
-    bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
+    in_bf16 = _trains_in_bf16(subject)
+    bf16, matmuls = _bf16(subject, job.workload, exact) if in_bf16 else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -126,7 +128,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         updates=updates,
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
-        activations=activation_memory(subject, job.workload, device),
+        activations=activation_memory(subject, job.workload, device, precision="fp32"),
+        bf16_activations=activation_memory(subject, job.workload, device, precision="bf16") if in_bf16 else [],
         varies=_varies(subject, job.workload),
         notes=notes,
     )
@@ -190,6 +193,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             noted=LastCollective(Path(job.directory), rank=context.rank).note,
             writers=writers,
             accelerator=accelerator,
+            saved=SavedTensors() if "tp" in job.cell.shape else None,
         )
         with recorder.listening():
             if not isinstance(run, SelfShardingRun):
