@@ -362,6 +362,26 @@ def prefetched(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
 
 
+@declare(model=Model)
+def unsharded_ahead(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Gather all blocks by explicit calls as the model begins to compute."""
+    shard(model, mesh, config)
+
+    def gather(*_: Any) -> None:
+        for block in model.blocks:
+            block.unshard(async_op=True)
+
+    model.register_forward_pre_hook(gather)
+
+
+def loss_of_two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute the model twice before one backward pass, as contrastive losses do."""
+    return cross_entropy((model(batch[0]) + model(-batch[0])).float(), batch[1], reduction="sum")
+
+
+two_forwards = declare(model=Model, loss=loss_of_two_forwards)(shard)
+
+
 class Encoder(Model):
     """Model whose loss calls another method than forward."""
 

@@ -51,6 +51,8 @@ def test_experts_that_ranks_hold_some_of_are_conformant(
         ("never_resharded", [DP2]),
         ("head_in_fp32", [DP2]),
         ("prefetched", [DP2]),
+        ("unsharded_ahead", [DP2, ACCUMULATED, HSDP]),
+        ("two_forwards", [DP2, ACCUMULATED, HSDP]),
         ("another_method", [DP2, ACCUMULATED]),
         ("groups_and_decay", [DP2]),
         ("gradient_hooks", [DP2]),
