@@ -172,7 +172,7 @@ class ActivationMemory(msgspec.Struct, frozen=True, kw_only=True):
     others_in_forward_bytes: int
     """Peak in forward of bytes that autograd has not saved yet, or never saves."""
     others_in_backward_bytes: int
-    """The same in backward: of bytes that are no saved activations."""
+    """Peak in backward of bytes that are no saved activations."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -219,7 +219,7 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     varies: bool
     """True if `count` differs between ranks."""
     bf16_activations: list[ActivationMemory] = []
-    """The same in bf16, cast as FSDP2 does it; empty if the model cannot compute so, or the trainer never does."""
+    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty if the model cannot compute so, or the trainer never does."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
