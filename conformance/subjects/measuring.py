@@ -20,7 +20,7 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
-from conformance.instruments.fsdp_state import GroupSettings, settings_of
+from conformance.instruments.fsdp_state import GroupSettings, modules_in_fp32, settings_of
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
@@ -36,6 +36,7 @@ from conformance.subjects.protocol import Built, SubjectMistake, module_names, r
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
+_MATMULS_IN_FP32 = f"{MATMULS_IN_FORWARD} in fp32"
 
 
 @contextmanager
@@ -189,6 +190,8 @@ class SubjectRecorder:
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
         self._capture.initialized(model)
         self._dtypes.initialized(model)
+        for module in modules_in_fp32(model):
+            self._dtypes.told_to_compute_in_fp32(module)
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
@@ -323,6 +326,7 @@ class SubjectRecorder:
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
             matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
+            fp32_matmul_dtypes=dtypes.get(_MATMULS_IN_FP32, []),
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
             collectives=self._collectives.facts(None),
             first_backward=list(self._first_backward.values()),
