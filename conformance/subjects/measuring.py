@@ -128,7 +128,7 @@ class SubjectRecorder:
         self._first_backward: dict[int, int] = {}
         self._clipped = 0
         self._logged_norms: list[float] = []
-        self._before_clip = 0
+        self._before_clip: int | None = None
         self._groups: list[GroupSettings] = []
         self._fed_with_data: set[str] = set()
 
@@ -233,6 +233,8 @@ class SubjectRecorder:
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
+        if name in ("forward", "backward"):
+            self._before_clip = None
         if name == "backward":
             _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
             total.update(self._calls)
@@ -276,15 +278,16 @@ class SubjectRecorder:
         with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
-        self._before_clip = self._collectives.count()
+        if self._before_clip is None:
+            self._before_clip = self._collectives.count()
 
     def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
         """Keep the clipped gradients and their norm.
 
-        If nobody told that clipping began, it was when gradients were reduced.
+        If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
-        if self._phase != "clip":
+        if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
             known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
