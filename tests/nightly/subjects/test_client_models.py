@@ -15,12 +15,12 @@ CLIENTS = "tests.support.client_models"
 @pytest.mark.parametrize(
     ("name", "cells"),
     [
-        ("by_tokens_of_all_ranks", [HSDP, UNEVEN]),
+        ("by_tokens_of_all_ranks", [DP2, UNEVEN, HSDP]),
         ("sequence_parallel", [TP, "dp2-tp2-bf16mp-default-full"]),
         ("loss_of_sharded_logits", [TP]),
-        ("unet", [HSDP, "dp2-bf16mp-default-full-acc2-offloadcpu"]),
+        ("unet", [DP2, HSDP, "dp2-bf16mp-default-full-acc2-offloadcpu"]),
         ("vision_transformer", [HSDP, META, BF16]),
-        ("policy", [HSDP, UNEVEN]),
+        ("policy", [DP2, UNEVEN, HSDP]),
         ("untied_policy", [DP2]),
         ("experts_with_own_norm", [DP2, UNEVEN]),
     ],
