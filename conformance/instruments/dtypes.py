@@ -33,7 +33,8 @@ class DtypeAudit(Observer):
     `module_input/MODULE`, `module_output/MODULE` of linear layers, embedding and norms;
     `block_input/MODULE`, `block_output/MODULE`: without the RoPE table, which is `rope_table/MODULE/PHASE` as each
     attention gets it, PHASE being `forward` or `backward` (recomputation); `logits`; `loss`: operands of log-softmax;
-    `matmul/PHASE`, `attention/PHASE`: operands of all such operators, in backward those of gradients too.
+    `matmul/PHASE`, `attention/PHASE`: operands of all such operators, in backward those of gradients too; `PHASE in
+    fp32` of those in the forward pass of a module of `told_to_compute_in_fp32`.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class DtypeAudit(Observer):
         self._places: dict[str, set[str]] = {}
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
+        self._in_fp32 = 0
         self._model: nn.Module | None = None
 
     def facts(self) -> dict[str, list[str]]:
@@ -84,6 +86,18 @@ class DtypeAudit(Observer):
         elif model.is_last:
             model.stages[-1].register_forward_hook(self._hook(self._after, "logits"))
 
+    def told_to_compute_in_fp32(self, module: nn.Module) -> None:
+        """Tell operators in a module's forward pass from all others, see the key `matmul/PHASE`."""
+
+        def enter(*_unused: Any) -> None:
+            self._in_fp32 += 1
+
+        def leave(*_unused: Any) -> None:
+            self._in_fp32 -= 1
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Look at the gradients."""
         for name, parameter in model.named_parameters():
@@ -111,7 +125,7 @@ class DtypeAudit(Observer):
 
     def _operands(self, kind: str, count: int | None, args: Sequence[Any]) -> None:
         if self._phase in _AUDITED_PHASES:
-            self._add(f"{kind}/{self._phase}", args[:count])
+            self._add(f"{kind}/{self._phase}{' in fp32' if self._in_fp32 else ''}", args[:count])
 
     def _logits(self, args: Sequence[Any]) -> None:
         if self._phase in _AUDITED_PHASES:

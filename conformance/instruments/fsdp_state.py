@@ -106,6 +106,20 @@ def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield name, gradient
 
 
+def modules_in_fp32(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that FSDP2 was told to compute in fp32, by `MixedPrecisionPolicy(param_dtype=torch.float32)`.
+
+    A policy without a dtype tells nothing: it is the default. Raises RuntimeError for a version of torch whose FSDP
+    keeps the policy elsewhere.
+    """
+    with private_state("the dtype in which a module computes"):
+        return [
+            module
+            for module in model.modules()
+            if isinstance(module, FSDPModule) and module._get_fsdp_state()._mp_policy.param_dtype == torch.float32
+        ]
+
+
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one group of parameters that FSDP2 gathers together, and the bytes of its buffers on this rank."""
 

@@ -116,7 +116,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Elements that look uninitialised when the model has been built, by parameter or buffer; those with 0 are left
     out."""
     matmul_dtypes: list[str]
-    """Dtypes of the operands of matrix products in forward."""
+    """Dtypes of the operands of matrix products in forward, outside of modules that FSDP2 was told to compute in
+    fp32."""
     gradient_dtypes: list[str]
     collectives: list[Collective]
     """All collectives in the order in which this rank issued them; groups are named by their ranks, or `world`."""
@@ -126,6 +127,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Calls of the modules with which FSDP2 shards each parameter, by step."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
+    fp32_matmul_dtypes: list[str] = []
+    """Dtypes of the operands of matrix products in modules that FSDP2 was told to compute in fp32, in forward."""
     written: dict[str, Line] = {}
     """Line of the trainer that last wrote each parameter and buffer when the model was built; only of a tapped run."""
     sharding: list[Line] = []

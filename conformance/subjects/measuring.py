@@ -20,7 +20,7 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
-from conformance.instruments.fsdp_state import GroupSettings, settings_of
+from conformance.instruments.fsdp_state import GroupSettings, modules_in_fp32, settings_of
 from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
@@ -37,6 +37,7 @@ from conformance.subjects.protocol import Built, SubjectMistake, module_names, r
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
+_MATMULS_IN_FP32 = f"{MATMULS_IN_FORWARD} in fp32"
 
 
 @contextmanager
@@ -130,7 +131,7 @@ class SubjectRecorder:
         self._first_backward: dict[int, int] = {}
         self._clipped = 0
         self._logged_norms: list[float] = []
-        self._before_clip = 0
+        self._before_clip: int | None = None
         self._groups: list[GroupSettings] = []
         self._fed_with_data: set[str] = set()
 
@@ -192,6 +193,8 @@ class SubjectRecorder:
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
         self._capture.initialized(model)
         self._dtypes.initialized(model)
+        for module in modules_in_fp32(model):
+            self._dtypes.told_to_compute_in_fp32(module)
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
@@ -244,6 +247,8 @@ class SubjectRecorder:
             self._saved.is_on = name == "forward"
             if name == "backward":
                 self._saved_bytes[step] = max(self._saved.held_bytes, self._saved_bytes.get(step, 0))
+        if name in ("forward", "backward"):
+            self._before_clip = None
         if name == "backward":
             _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
             total.update(self._calls)
@@ -287,15 +292,16 @@ class SubjectRecorder:
         with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
-        self._before_clip = self._collectives.count()
+        if self._before_clip is None:
+            self._before_clip = self._collectives.count()
 
     def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
         """Keep the clipped gradients and their norm.
 
-        If nobody told that clipping began, it was when gradients were reduced.
+        If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
-        if self._phase != "clip":
+        if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
             known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
@@ -337,6 +343,7 @@ class SubjectRecorder:
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
             matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
+            fp32_matmul_dtypes=dtypes.get(_MATMULS_IN_FP32, []),
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
             collectives=self._collectives.facts(None),
             first_backward=list(self._first_backward.values()),

@@ -258,7 +258,8 @@ class Moments:
         def scale(parameters: Any, max_norm: Any, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
             if self._can_clip(()):
                 self._require_limit(max_norm)
-                self._begin_clip()
+                if self._phase != "clip" and not self._count.clip_norms:  # it began with a norm that is not torch's
+                    self.before_clip()
                 self._count.clip_norms.append(total_norm)
             function(parameters, max_norm, total_norm, *args, **kwargs)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -29,6 +28,7 @@ from conformance.subjects.feeding import Feed, Loader, RunIsOver
 from conformance.subjects.finding import ModelSearch, require_same_optimizer
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
+from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
 
@@ -130,8 +130,8 @@ class LoopSubject:
         return self.function(*args, **kwargs)
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of torch and of the packages that the declaration names."""
-        return {"torch": str(torch.__version__), **{package: version(package) for package in self.packages}}
+        """Return the versions of torch, of the packages that the functions name, and of those that are declared."""
+        return versions_of((self.function, self.make_model, self.loss, self.optimizer), packages=self.packages)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the declaration that a cell needs and the decorator lacks, or None."""
@@ -324,7 +324,7 @@ def own_loop(
         accumulation: micro-batches that the loop can accumulate in a step: `any` number, an `even` one, that is, the
             same `config.accumulation` in all steps, or `none`.
         processes: `fresh` if the trainer leaves something in a process that another run cannot have.
-        packages: names of installed packages whose versions the report shows.
+        packages: installed packages whose versions the report shows beside those that the functions name.
         shims: private names that were touched to make the trainer run here.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.

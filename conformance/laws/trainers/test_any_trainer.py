@@ -273,12 +273,15 @@ def test_gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
 
 @law("bf16-is-used", of="any trainer", like="MP-1", where="precision = bf16-mp", reference=FULLY_SHARD)
 def test_products_are_in_bf16(evidence: Evidence) -> None:
-    """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them.
+    """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them, or in
+    fp32 in modules for which a policy says `param_dtype=torch.float32`.
 
     Wrong if mixed precision is forgotten, for the model or for a layer.
     """
-    measured, expected = evidence.record.ranks[0].matmul_dtypes, evidence.reference.facts.bf16_matmul_dtypes
+    rank, expected = evidence.record.ranks[0], evidence.reference.facts.bf16_matmul_dtypes
+    measured = rank.matmul_dtypes
     other = [dtype for dtype in measured if dtype not in expected]
+    other += [dtype for dtype in rank.fp32_matmul_dtypes if dtype not in ("float32", *expected)]
     missing = [dtype for dtype in expected if dtype not in measured]
     detail = f"products are in {_some(measured)}, those of one process in {_some(expected)}"
     compare.count(len(other) + len(missing), name="other dtypes", expected=0, detail=detail, unit="dtypes")
