@@ -144,6 +144,12 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Bytes of the tensors of a trainer's own dataset, whose loader yields the suite's micro-batches."""
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
+    scale_in_clipping: float = 1.0
+    """Factor by which a `GradScaler` of the trainer's loop had scaled the gradients that were clipped."""
+    kept_matmul_dtypes: list[str] = []
+    """Dtypes of the operands of matrix products in forward, of groups that FSDP2 was told to keep in their dtype."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     is_own_model: bool = False
     """True if the trainer's loop makes its model itself, with a seed that the suite does not know."""
 
@@ -209,6 +215,10 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    frozen: list[str] = []
+    """Parameters that require no gradient in one process."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
