@@ -135,7 +135,7 @@ def evaluate(model: nn.Module, average: Average, batch: Images) -> None:
 
 
 def load(model: nn.Module, optimizer: Optimizer, schedule: CosineAnnealingLR, directory: Path) -> None:
-    """Load what `train` has saved."""
+    """Load the checkpoint of `train`."""
     weights, state = get_state_dict(model, optimizer)
     content: dict[str, Any] = {"model": weights, "optimizer": state, "schedule": schedule.state_dict()}
     state_dict_loader.load(content, checkpoint_id=directory)

@@ -90,7 +90,7 @@ def preference_loss(model: nn.Module, data: Pairs) -> Tensor:
 
 
 def make_optimizer(parameters: Any) -> AdamW:
-    """Return AdamW over what is trained."""
+    """Return AdamW over the parameters that are trained."""
     return AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=2e-3)
 
 
@@ -104,7 +104,7 @@ def make_optimizer(parameters: Any) -> AdamW:
     precisions=["fp32", "bf16"],
 )
 def parallelize(model: PolicyAndReference, mesh: DeviceMesh, config: Any) -> tuple[nn.Module, AdamW]:
-    """Shard both models, which are groups of their own below the root."""
+    """Shard both models, each with groups below the root."""
     for language in (model.policy, model.reference):
         for block in language.blocks:
             fully_shard(block, mesh=mesh, mp_policy=config.mixed_precision)

@@ -115,7 +115,7 @@ class Training:
         self.schedule = make_schedule(self.optimizer)
 
     def step(self, micro_batches: list[Text]) -> dict[str, Any]:
-        """Train a step, and return what is logged."""
+        """Train a step, and return the numbers for the log."""
         tokens = torch.tensor(float(sum(int((text["labels"] != -100).sum()) for text in micro_batches)))
         dist.all_reduce(tokens)
         scale = dist.get_world_size() / float(tokens)

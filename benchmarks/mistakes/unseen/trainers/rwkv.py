@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conformance.subjects import subject
 
@@ -19,6 +20,13 @@ VOCAB, DIM, TOKENS, LAYERS = 31, 20, 9, 2
 def shifted(x: Tensor) -> Tensor:
     """Return each token's predecessor, (samples, tokens, DIM); that of the first one is zero."""
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter, which may be sharded, the values of a full tensor."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
 
 
 class TimeMix(nn.Module):
@@ -103,10 +111,10 @@ class Rwkv(nn.Module):
         with torch.no_grad():
             for layer in self.layers:
                 time_mix, channel_mix = cast("TimeMix", layer.time_mix), cast("ChannelMix", layer.channel_mix)
-                time_mix.decay.copy_(4 * ramp - 3)
-                time_mix.first.copy_(ramp.flip(0))
+                fill(time_mix.decay, 4 * ramp - 3)
+                fill(time_mix.first, ramp.flip(0))
                 for mix in (time_mix.mix_k, time_mix.mix_v, time_mix.mix_r, channel_mix.mix):
-                    mix.copy_(ramp.sqrt())
+                    fill(mix, ramp.sqrt())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (samples, tokens, VOCAB), computed in the dtype of the head."""
@@ -139,7 +147,7 @@ def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     precisions=["fp32", "bf16"],
 )
 def parallelize(model: Rwkv, mesh: DeviceMesh, config: Any) -> nn.Module:
-    """Shard layers; the head has a group of its own, whose parameters are gathered in fp32."""
+    """Shard layers, and the head as a group whose parameters are gathered in fp32."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=config.mixed_precision)
     fully_shard(model.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
