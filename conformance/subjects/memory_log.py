@@ -26,7 +26,7 @@ BLOCK_BYTES = 512
 """Size to a multiple of which a caching allocator rounds."""
 _POLL_S, _CALM = 0.0005, 3
 """Time between looks at the memory of the CPU, and how many of them must see no change and no thread at work."""
-_LONGEST_WAIT_S = 2.0
+_LONGEST_WAIT_S = 0.5
 """Time after which threads that go on working have nothing to do with the run."""
 BUILD = -1
 """Number of the step before all steps, in which the model is built."""
