@@ -1,4 +1,4 @@
-"""Private state of FSDP2's modules, for facts without a public attribute: offloading, prefetching, resharding.
+"""Private state of FSDP2's modules, for facts without a public attribute: offloading, prefetching, precision.
 
 An error says so if a torch keeps the state elsewhere. Where the CPU is also the device of computation, offloading moves
 nothing: only FSDP's own state shows the policy. A list of one group to prefetch has no other visible effect: FSDP
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 @contextmanager
@@ -106,20 +106,6 @@ def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield name, gradient
 
 
-def modules_in_fp32(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 was told to compute in fp32, by `MixedPrecisionPolicy(param_dtype=torch.float32)`.
-
-    A policy without a dtype tells nothing: it is the default. Raises RuntimeError for a version of torch whose FSDP
-    keeps the policy elsewhere.
-    """
-    with private_state("the dtype in which a module computes"):
-        return [
-            module
-            for module in model.modules()
-            if isinstance(module, FSDPModule) and module._get_fsdp_state()._mp_policy.param_dtype == torch.float32
-        ]
-
-
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one group of parameters that FSDP2 gathers together, and the bytes of its buffers on this rank."""
 
@@ -204,6 +190,18 @@ def _settings(group: Any, module: FSDPModule, names: Mapping[int, str], paths: M
         kept_bytes=_kept_bytes(unsharded_bytes, ranks, 1 if after is None else _shard_ranks(after)),
         prefetched=max(map(len, lists)),
     )
+
+
+def keeps_its_dtype(module: FSDPModule) -> bool:
+    """Return whether FSDP2 was given a policy of mixed precision for a module that leaves its parameters in fp32.
+
+    That is a policy other than that of a call that names none. Raises RuntimeError for a version of torch whose FSDP
+    keeps policies elsewhere.
+    """
+    with private_state("the policy of mixed precision"):
+        policies = [group.mp_policy for group in _groups(module)]
+    kept = (None, torch.float32)
+    return bool(policies) and all(each.param_dtype in kept and each != MixedPrecisionPolicy() for each in policies)
 
 
 def _kept_bytes(unsharded_bytes: int, ranks: int, ranks_after_forward: int) -> int:

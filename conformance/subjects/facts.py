@@ -127,8 +127,6 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Calls of the modules with which FSDP2 shards each parameter, by step."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
-    fp32_matmul_dtypes: list[str] = []
-    """Dtypes of the operands of matrix products in modules that FSDP2 was told to compute in fp32, in forward."""
     written: dict[str, Line] = {}
     """Line of the trainer that last wrote each parameter and buffer when the model was built; only of a tapped run."""
     sharding: list[Line] = []
@@ -150,6 +148,12 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Bytes of the tensors of a trainer's own dataset, whose loader yields the suite's micro-batches."""
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
+    scale_in_clipping: float = 1.0
+    """Factor by which a `GradScaler` of the trainer's loop had scaled the gradients that were clipped."""
+    kept_matmul_dtypes: list[str] = []
+    """Dtypes of the operands of matrix products in forward, of groups that FSDP2 was told to keep in their dtype."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     is_own_model: bool = False
     """True if the trainer's loop makes its model itself, with a seed that the suite does not know."""
 
@@ -223,6 +227,10 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """True if `count` differs between ranks."""
     bf16_activations: list[ActivationMemory] = []
     """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty if the model cannot compute so, or the trainer never does."""
+    frozen: list[str] = []
+    """Parameters that require no gradient in one process."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 

@@ -1,5 +1,6 @@
 """Recorder of a subject: the suite's instruments around a step of the subject."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
-from conformance.instruments.fsdp_state import GroupSettings, modules_in_fp32, settings_of
+from conformance.instruments.fsdp_state import GroupSettings, keeps_its_dtype, settings_of
 from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
@@ -37,7 +38,7 @@ from conformance.subjects.protocol import Built, SubjectMistake, module_names, r
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
-_MATMULS_IN_FP32 = f"{MATMULS_IN_FORWARD} in fp32"
+MATMULS_OF_KEPT_GROUPS = "matmul of kept groups/forward"
 
 
 @contextmanager
@@ -134,6 +135,7 @@ class SubjectRecorder:
         self._before_clip: int | None = None
         self._groups: list[GroupSettings] = []
         self._fed_with_data: set[str] = set()
+        self._learning_rates: list[list[float]] = []
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -193,8 +195,6 @@ class SubjectRecorder:
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
         self._capture.initialized(model)
         self._dtypes.initialized(model)
-        for module in modules_in_fp32(model):
-            self._dtypes.told_to_compute_in_fp32(module)
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
@@ -204,6 +204,7 @@ class SubjectRecorder:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
+        self._dtypes.tell_apart({modules[path]: keeps_its_dtype(module) for path, module in groups.items()})
         used: dict[nn.Module, dict[str, str]] = {}
         self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
@@ -301,6 +302,7 @@ class SubjectRecorder:
         If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
+        self._learning_rates.append(learning_rates(self._run.optimizer))
         if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
@@ -352,6 +354,9 @@ class SubjectRecorder:
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
+            scale_in_clipping=getattr(run, "scale_in_clipping", 1.0),
+            kept_matmul_dtypes=dtypes.get(MATMULS_OF_KEPT_GROUPS, []),
+            learning_rates=self._learning_rates,
             by_suite=run.by_suite if isinstance(run, Loop) else [],
             is_own_model=getattr(run, "makes_own_model", False),
             memory=self._memory.facts(),
@@ -392,6 +397,11 @@ class SubjectRecorder:
     def _held(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         return [names.get(id(parameter), "?") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """Return the present learning rate of each group of an optimizer's parameters; NaN for one that has none."""
+    return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
 
 
 def _layout_of(parameter: nn.Parameter) -> ShardedParameter:

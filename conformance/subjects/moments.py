@@ -37,6 +37,7 @@ class _Found(Protocol):
 
     model: nn.Module
     optimizer: Optimizer
+    scale_in_clipping: float
 
     def found(self) -> None:
         """Take notice that both are found, before the model first computes."""
@@ -145,7 +146,10 @@ class Moments:
         @functools.wraps(unscale)
         def unscaled(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             unscale(scaler, *args, **kwargs)
-            self.before_clip()
+            if self._count.clip_norms:  # `GradScaler.step` unscales what was clipped before, by mistake
+                self._run.scale_in_clipping = scaler.get_scale()
+            else:
+                self.before_clip()
 
         yield Optimizer, "__init__", made
         yield GradScaler, "unscale_", unscaled
@@ -170,10 +174,10 @@ class Moments:
         return called
 
     def _find(self, model: nn.Module) -> None:
-        self._is_found = True
         self._calling.close()
         self._run.model, self._run.optimizer = model, optimizer_of(model, self._made)
         self._run.found()
+        self._is_found = True
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module in (model, *sharded):  # before FSDP's own hooks, which gather
             module.register_forward_pre_hook(self._begin_forward, prepend=True)

@@ -182,6 +182,8 @@ class OwnLoopRun:
         """Norm of each step's gradients as the loop tells it; empty if it tells none."""
         self.makes_own_model = True
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
+        self.scale_in_clipping = 1.0
+        """Factor by which a `GradScaler` had scaled the gradients that were clipped."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
         self._names = _names_of(subject, cell)
         self._load_from: Path | None = None
@@ -206,6 +208,8 @@ class OwnLoopRun:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
         expected = self._subject.make_optimizer([nn.Parameter(torch.zeros(1))])
+        for _ in range(SAVED_AFTER if self._load_from else 0):
+            expected.step()  # which the schedule follows
         require_same_optimizer(self.optimizer, expected, rank=dist.get_rank())
         self._observer.built()
 

@@ -20,7 +20,7 @@ from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
-from conformance.subjects.measuring import MATMULS_IN_FORWARD
+from conformance.subjects.measuring import MATMULS_IN_FORWARD, learning_rates
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
 
 SEED = 0
@@ -45,6 +45,7 @@ class Trajectory:
     """Parameters after each step."""
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    learning_rates: list[list[float]] = field(default_factory=list)
 
 
 def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
@@ -114,6 +115,7 @@ def train(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        run.learning_rates.append(learning_rates(optimizer))
         optimizer.step()
         optimizer.zero_grad()
         run.parameters.append(_copies(model.named_parameters()))

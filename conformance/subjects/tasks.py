@@ -119,6 +119,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         },
         unsaved_buffers=sorted({name for name, _ in model.named_buffers()} - model.state_dict().keys()),
         untrained=sorted(exact.initial.keys() - trained),
+        frozen=[name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        learning_rates=exact.learning_rates,
         max_norm=max_norm,
         losses=exact.losses,
         grad_norms=exact.norms,
