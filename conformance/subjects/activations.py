@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.instruments import accelerators
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.sim import device as simulated
 from conformance.subjects import reference
@@ -25,7 +26,8 @@ def activation_memory(subject: Subject, workload: Workload, device: torch.device
     The CPU computes for the simulated accelerator, whose operators return the same tensors.
     """
     device = torch.device("cpu") if device.type == simulated.NAME else device
-    model = reference.initial_model(subject, tied=workload.tied).to(device)
+    accelerators.allocate_workspaces(device)
+    model = reference.initial_model(subject, tied=workload.tied)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]

@@ -95,7 +95,9 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
             each.write(step_directory(directory, step), rank=data_rank)
         tensors |= {f"step{step}/gradient/{name}": gradient for name, gradient in gradients.items()}
         facts.append(computed.facts(masters, taps, gradients, updates=update_errors.get(step, {})))
-    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in (tensors | updates).items()})
+    write_tensors(
+        directory / TENSORS_FILE, {key: tensor.cpu().contiguous() for key, tensor in (tensors | updates).items()}
+    )
     expectation = Expectation(str(getattr(subject, "reduction", "")), facts)
     (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(expectation))
 
@@ -126,7 +128,7 @@ class _Step:
 
     def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:
         taps.phase("forward", step=self._step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(reference.device_type(model), torch.bfloat16, enabled=autocast):
             loss = self._subject.loss(model, batch)
         taps.phase("backward", step=self._step)
         mean = loss / self._count
@@ -239,7 +241,7 @@ def _perturbed(model: nn.Module, *, seed: int) -> nn.Module:
     with torch.no_grad():
         for parameter in copy.parameters():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1.0 + 2.0 * FP32_ROUNDOFF * signs)
+            parameter.mul_(1.0 + 2.0 * FP32_ROUNDOFF * signs.to(parameter.device))
     return copy
 
 

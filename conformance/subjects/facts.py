@@ -6,7 +6,7 @@ from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.instruments.taps import Line
 from conformance.report.trainer import Ingredient
-from conformance.subjects.cells import SubjectCell, Workload
+from conformance.subjects.cells import DeviceType, SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
@@ -270,3 +270,13 @@ class Description(msgspec.Struct, frozen=True):
     """True if no process may serve two runs of the subject."""
     accumulates_evenly: bool = False
     """True if all steps of a run must have the same number of micro-batches."""
+    refused: dict[str, str] = {}
+    """Reasons of the subject to refuse cells, by the cell's id."""
+
+
+class DescribeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the task that describes a subject."""
+
+    subject: str
+    devices: dict[str, DeviceType]
+    """Types of the devices on which cells would run, by the cell's id."""

@@ -47,7 +47,7 @@ def write_terms(subject: Subject, job: StepsJob) -> None:
         written, facts = _terms(subject, job, weights, torch.float64)
     except (RuntimeError, TypeError, NotImplementedError):
         written, facts = _terms(subject, job, weights, torch.float32)
-    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in written.items()})
+    write_tensors(directory / TENSORS_FILE, {key: tensor.cpu().contiguous() for key, tensor in written.items()})
     (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(facts))
 
 

@@ -29,6 +29,7 @@ from conformance.subjects.feeding import Feed, Loader, RunIsOver
 from conformance.subjects.finding import ModelSearch, require_same_optimizer
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
+from conformance.subjects.one_process import made_on
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
 
@@ -65,8 +66,7 @@ class LoopConfig(ParallelConfig):
         A loop that makes its model in another way is judged, too, but for its initial weights.
         """
         torch.manual_seed(SEED)
-        with torch.device("meta" if self.on_meta else self.device):
-            return self._make_model()
+        return self._make_model()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer of `optimizer=`."""
@@ -260,7 +260,8 @@ class OwnLoopRun:
 
     def _make_model(self) -> nn.Module:
         self.makes_own_model = False
-        return self._subject.model(tied=self._cell.tied)
+        make = partial(self._subject.model, tied=self._cell.tied)
+        return made_on(self._device, make, on_meta=self._cell.init == "meta")
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
         """Return the losses that the loop has told, and keep the norms."""

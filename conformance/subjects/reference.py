@@ -64,6 +64,11 @@ def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
     return model
 
 
+def device_type(model: nn.Module) -> str:
+    """Return the type of the device on which a model computes."""
+    return next(model.parameters()).device.type
+
+
 def aliases(model: nn.Module) -> dict[str, str]:
     """Return the name under which `named_parameters` has a tied parameter, by its other names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -231,7 +236,7 @@ def bf16_gradients(
     for batch in batches:
         model = parameters_in_bf16(masters) if kind == "cast" else masters
         audit.phase("forward", step=0)
-        with tap, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        with tap, torch.autocast(device_type(model), torch.bfloat16, enabled=kind == "autocast"):
             loss = subject.loss(model, batch)
         audit.phase("backward", step=0)
         torch.autograd.backward(loss / total)
