@@ -1,4 +1,4 @@
-"""A trainer on CUDA devices, as far as a machine without one can tell: tasks of ranks, and one process on a device."""
+"""A trainer on CUDA devices, tried without one: tasks of ranks, and one process on a device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
