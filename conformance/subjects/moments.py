@@ -3,7 +3,8 @@
 A micro-batch begins when the model, or a module that FSDP has sharded, is called with gradients, and not inside of a
 backward pass, where activation checkpointing computes again. A backward pass is a call of `torch.autograd.backward`,
 which `Tensor.backward` makes. Gradients are those at the end of the last backward pass, or later, when `GradScaler` has
-unscaled them, or one of torch's functions takes their norm. The step ends with the optimizer's; its hooks tell both.
+unscaled them, or one of torch's functions takes their norm. The step ends when each parameter that is trained has had a
+step of its optimizer, of which there may be several; hooks of optimizers tell both.
 """
 
 import functools
@@ -23,7 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from conformance.subjects.feeding import RunIsOver
-from conformance.subjects.finding import ModelSearch, optimizer_of, parameters_of
+from conformance.subjects.finding import ModelSearch, optimizer_of
+from conformance.subjects.optimizers import parameters_of
 from conformance.subjects.protocol import StepObserver, SubjectMistake
 from conformance.subjects.wrapping import replaced_everywhere
 from reference_trainer.observer import Phase
@@ -55,6 +57,10 @@ class Count:
         self.norms: list[Tensor] = []
         """Norms that torch's functions have returned."""
         self.clipped = False
+        self.clipped_after = 0
+        """Backward passes before the first optimizer stepped."""
+        self.stepped: set[int] = set()
+        """Parameters, by id, whose optimizer has stepped."""
 
     def agrees_with(self, micro_batches: int) -> bool:
         """Return whether the step can have been one of so many micro-batches."""
@@ -342,6 +348,13 @@ class Moments:
         """Tell that the optimizer is about to change parameters."""
         if self._is_over:
             raise RunIsOver
+        if self._count.stepped and self._count.clipped_after == self._count.backward_passes:
+            return  # another optimizer of the same step
+        if self._count.stepped:
+            raise SubjectMistake(
+                "a backward pass was seen between the steps of two optimizers: if each has a loss of its own, declare "
+                "loss={MODULE: LOSS}, by the module that it trains, in the order of their steps"
+            )
         if not self._count.backward_passes:
             raise SubjectMistake(
                 "the optimizer steps, and no backward pass was seen since the last step: call loss.backward() in the "
@@ -349,7 +362,7 @@ class Moments:
             )
         if not self._is_last_backward:
             self.before_clip()
-        self._count.clipped = True
+        self._count.clipped, self._count.clipped_after = True, self._count.backward_passes
         self._observer.clipped(self._run.model, norm=self._norm(), step=self._step)
         self._tell("optimizer")
 
@@ -363,7 +376,10 @@ class Moments:
         if not self._in_step:
             return
         self._in_step -= 1
-        if not self._in_step and self._is_found:
+        if self._in_step or not self._is_found:
+            return
+        self._count.stepped |= {id(parameter) for parameter in parameters_of(optimizer)}
+        if self._count.stepped >= {id(parameter) for parameter in parameters_of(self._run.optimizer)}:
             self._tell("idle")
             self._ended(self._count, self._accumulation[self._taken])
             self._taken += 1

@@ -26,10 +26,11 @@ from conformance.subjects.data import default_count
 from conformance.subjects.decorated import ParallelConfig, configured, require_declarable, sgd
 from conformance.subjects.expectation import SAVED_AFTER
 from conformance.subjects.feeding import Feed, Loader, RunIsOver
-from conformance.subjects.finding import ModelSearch, require_same_optimizer
+from conformance.subjects.finding import ModelSearch, require_same_optimizers
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
 from conformance.subjects.one_process import made_on
+from conformance.subjects.optimizers import MakeOptimizer, made, members
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
 
@@ -58,7 +59,7 @@ class LoopConfig(ParallelConfig):
     """Directory in which the loop must save model and optimizer when it has taken all steps, or None."""
     _feed: Feed
     _make_model: Callable[[], nn.Module]
-    _make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    _make_optimizer: MakeOptimizer
 
     def model(self) -> nn.Module:
         """Return the model of `model=`, with the initial weights of one process, or on the meta device.
@@ -68,8 +69,8 @@ class LoopConfig(ParallelConfig):
         torch.manual_seed(SEED)
         return self._make_model()
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the optimizer of `optimizer=`."""
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Return the optimizer, or the list of optimizers, of `optimizer=`."""
         return self._make_optimizer(parameters)
 
     def device_mesh(self, **names: str) -> DeviceMesh:
@@ -107,7 +108,7 @@ class LoopSubject:
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Callable[[torch.Generator], Batch]
     count: Callable[[Batch], int]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], Any] | None
     max_norm: float | None
     meshes: Sequence[MeshName]
@@ -157,10 +158,11 @@ class LoopSubject:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer of the reference, whose schedule goes on with each step."""
-        optimizer = self.optimizer(parameters)
-        if self.scheduler is not None:
-            schedule = self.scheduler(optimizer)
-            optimizer.register_step_post_hook(lambda *_unused: schedule.step())
+        optimizer = made(self.optimizer, parameters)
+        for each in members(optimizer):
+            if self.scheduler is not None:
+                schedule = self.scheduler(each)
+                each.register_step_post_hook(lambda *_unused, schedule=schedule: schedule.step())
         return optimizer
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> "OwnLoopRun":
@@ -184,6 +186,7 @@ class OwnLoopRun:
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
         self._names = _names_of(subject, cell)
+        self._expected_optimizer = _optimizer_of(subject, cell)
         self._load_from: Path | None = None
         self._own = tempfile.TemporaryDirectory()
         self._saved = Path(self._own.name)
@@ -205,8 +208,7 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
-        expected = self._subject.make_optimizer([nn.Parameter(torch.zeros(1))])
-        require_same_optimizer(self.optimizer, expected, rank=dist.get_rank())
+        require_same_optimizers(self.optimizer, self._expected_optimizer, rank=dist.get_rank())
         self._observer.built()
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
@@ -283,7 +285,7 @@ def own_loop(
     loss: Callable[[nn.Module, Batch], Tensor],
     batch: Callable[[torch.Generator], Batch],
     count: Callable[[Batch], int] = default_count,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
+    optimizer: MakeOptimizer = sgd,
     scheduler: Callable[[Optimizer], Any] | None = None,
     max_norm: float | None = None,
     meshes: Sequence[MeshName] = ("dp2",),
@@ -312,8 +314,9 @@ def own_loop(
         batch: function of a `torch.Generator` that returns a micro-batch as the loop gets it: a tensor, or a dict, list
             or tuple of tensors, whose dimension 0 is the samples.
         count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
-        optimizer: makes the optimizer that the loop makes, for the reference.
-        scheduler: makes the schedule of learning rates that the loop steps once in each step, of the optimizer.
+        optimizer: makes the optimizer that the loop makes, for the reference; or a list of those that step together, as
+            of matrices and of other parameters.
+        scheduler: makes the schedule of learning rates that the loop steps once in each step, of an optimizer.
         max_norm: limit to which the loop clips gradients; by default it must take `config.max_norm`. `math.inf` if it
             clips none.
         meshes: those that the loop can have, of `dp2`, `hsdp2x2` and `dp2-tp2`.
@@ -365,9 +368,19 @@ def own_loop(
 
 def _names_of(subject: LoopSubject, cell: SubjectCell) -> tuple[list[str], list[str]]:
     """Return the names of the parameters of the model of one process, and the other names of those that are tied."""
-    with torch.random.fork_rng(devices=[]):
-        model = subject.model(tied=cell.tied)
+    model = _model_of(subject, cell)
     return [name for name, _ in model.named_parameters()], [*aliases(model)]
+
+
+def _optimizer_of(subject: LoopSubject, cell: SubjectCell) -> Optimizer:
+    """Return the optimizer of the reference, of parameters without numbers."""
+    parameters = [parameter for parameter in _model_of(subject, cell).parameters() if parameter.requires_grad]
+    return subject.make_optimizer([nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters])
+
+
+def _model_of(subject: LoopSubject, cell: SubjectCell) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        return subject.model(tied=cell.tied)
 
 
 @contextmanager
