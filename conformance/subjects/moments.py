@@ -352,8 +352,8 @@ class Moments:
             return  # another optimizer of the same step
         if self._count.stepped:
             raise SubjectMistake(
-                "a backward pass was seen between the steps of two optimizers: if each has a loss of its own, declare "
-                "loss={MODULE: LOSS}, by the module that it trains, in the order of their steps"
+                "a backward pass was seen before all optimizers of the model have stepped: step each after it, or, if "
+                "each has a loss of its own, declare loss={MODULE: LOSS}, by the module that it trains, in their order"
             )
         if not self._count.backward_passes:
             raise SubjectMistake(

@@ -7,6 +7,7 @@ model's own error, and `laws` allow a parallel run a stated multiple of it.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from conformance.assertions import compare
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.numerics.split_products import SplitProducts
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
@@ -103,6 +105,7 @@ def train(
 ) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
+    In other orders an optimizer that multiplies matrices in 16 bits does so in two parts, see `split_products`.
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
@@ -119,7 +122,8 @@ def train(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        optimizer.step()
+        with SplitProducts() if order else nullcontext():
+            optimizer.step()
         optimizer.zero_grad()
         run.parameters.append(_copies(model.named_parameters()))
     return run
