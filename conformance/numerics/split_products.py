@@ -1,7 +1,7 @@
 """Products in 16 bits whose sums are rounded in two parts, as those of matrices that two ranks shard.
 
-An optimizer such as Muon multiplies matrices in bf16. On shards each rank rounds its partial sum, and the sum of both is
-rounded again; one process rounds once. Iterations enlarge the difference, by as much as only a run can tell.
+An optimizer such as Muon multiplies matrices in bf16. On shards each rank rounds its partial sum, and the sum of both
+is rounded again; one process rounds once. Iterations enlarge the difference, by as much as only a run can tell.
 """
 
 from collections.abc import Callable, Mapping

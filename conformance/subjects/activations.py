@@ -18,6 +18,7 @@ from conformance.subjects.data import map_tensors, micro_batches, tensors, to_de
 from conformance.subjects.facts import ActivationMemory
 from conformance.subjects.memory_log import Memory, memory_of
 from conformance.subjects.protocol import Batch, Subject
+from conformance.subjects.turns import turns_of
 
 
 def activation_memory(subject: Subject, workload: Workload, device: torch.device) -> list[ActivationMemory]:
@@ -33,10 +34,16 @@ def activation_memory(subject: Subject, workload: Workload, device: torch.device
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
     for module in model.modules():
         module.register_forward_pre_hook(_each_apart, with_kwargs=True)
-    memory = memory_of(device)
+    memory, modules = memory_of(device), [turn.module for turn in turns_of(subject)]
     with memory.installed():
         return [
-            _most([_measured(subject, model, batch, memory, device) for batch in _batches(subject, workload, rank)])
+            _most(
+                [
+                    _measured(turn.subject, model, batch, memory, device, modules)
+                    for turn in turns_of(subject)
+                    for batch in _batches(subject, workload, rank)
+                ]
+            )
             for rank in range(workload.data_ranks)
         ]
 
@@ -62,19 +69,24 @@ def _batches(subject: Subject, workload: Workload, data_rank: int) -> list[Batch
 
 
 def _measured(
-    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device
+    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device, modules: Sequence[str]
 ) -> ActivationMemory:
+    """Return the memory of a batch; outputs are those of the modules with these paths."""
     batch = to_device(batch, device)
     before = memory.held_bytes
     memory.reset_peak()
     outputs: list[int] = []
-    hook = model.register_forward_hook(lambda _model, _inputs, result: outputs.append(_bytes_of(result)))
+    trained = [model.get_submodule(path) for path in modules]
+    hooks = [
+        each.register_forward_hook(lambda _m, _inputs, result: outputs.append(_bytes_of(result))) for each in trained
+    ]
     with DispatchTap([], outcomes=memory.listeners):
         loss = subject.loss(model, batch)
         forward, held = memory.peak_bytes - before, memory.held_bytes - before
         memory.reset_peak()
         torch.autograd.backward(loss)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     return ActivationMemory(forward, held, sum(outputs) + loss.nbytes, memory.peak_bytes - before)
 
 

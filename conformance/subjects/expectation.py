@@ -27,6 +27,7 @@ from conformance.subjects.cells import SubjectCell
 from conformance.subjects.data import micro_batches, to_dtype
 from conformance.subjects.facts import OwnErrors, StepsJob
 from conformance.subjects.protocol import Batch, Subject, module_names
+from conformance.subjects.turns import turn_of
 
 FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
@@ -106,7 +107,7 @@ class _Step:
     """One step of a cell in one process."""
 
     def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
-        self._subject, self._cell, self._step = subject, cell, step
+        self._subject, self._cell, self._step = turn_of(subject, step).subject, cell, step
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
         self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))

@@ -209,6 +209,10 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    turns: int = 1
+    """Steps of the run that are one training step, see `conformance.subjects.turns`."""
+    by_products: list[list[str]] = []
+    """Parameters that get a gradient in a step in which another turn's optimizer steps, by step."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
@@ -270,6 +274,8 @@ class Description(msgspec.Struct, frozen=True):
     """True if no process may serve two runs of the subject."""
     accumulates_evenly: bool = False
     """True if all steps of a run must have the same number of micro-batches."""
+    turns: int = 1
+    """Steps of a run that are one training step, see `conformance.subjects.turns`."""
     refused: dict[str, str] = {}
     """Reasons of the subject to refuse cells, by the cell's id."""
 

@@ -23,6 +23,10 @@ class ModelSearch:
         self.sharded_others: list[str] = []
         """Classes of called modules that FSDP has sharded, and which have other parameters."""
 
+    def named(self, name: str) -> str:
+        """Return the name that a parameter has in the model of one process."""
+        return reference_name(name, self._known)
+
     def model_of(self, called: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module | None:
         """Return the parallel model that a called module has inside or belongs to; None for another module.
 

@@ -27,6 +27,7 @@ from conformance.subjects.feeding import RunIsOver
 from conformance.subjects.finding import ModelSearch, optimizer_of
 from conformance.subjects.optimizers import parameters_of
 from conformance.subjects.protocol import StepObserver, SubjectMistake
+from conformance.subjects.turns import Turn
 from conformance.subjects.wrapping import replaced_everywhere
 from reference_trainer.observer import Phase
 
@@ -76,6 +77,7 @@ class Moments:
         observer: StepObserver,
         search: ModelSearch,
         *,
+        turns: Sequence[Turn],
         first: int,
         accumulation: Sequence[int],
         max_norm: float,
@@ -83,10 +85,13 @@ class Moments:
     ) -> None:
         """Prepare for steps from number `first` on, which have the micro-batches of `accumulation`.
 
+        In each step the optimizer of the next of the `turns` steps.
         `ended` is called when a step has ended, with the moments in it and its number of micro-batches.
         """
         self._run, self._observer, self._search, self._ended = run, observer, search, ended
         self._first, self._accumulation, self._max_norm = first, accumulation, max_norm
+        self._turns, self._of_turns = turns, [frozenset[int]()]
+        """Turns, and the parameters, by id, whose optimizers step in each."""
         self._made: list[Optimizer] = []
         self._is_found = False
         self._calling = ExitStack()
@@ -118,6 +123,11 @@ class Moments:
     @property
     def _step(self) -> int:
         return self._first + self._taken
+
+    @property
+    def _of_turn(self) -> frozenset[int]:
+        """Parameters, by id, whose optimizers step in the present turn."""
+        return self._of_turns[self._taken % len(self._turns)]
 
     @property
     def _is_over(self) -> bool:
@@ -179,6 +189,15 @@ class Moments:
         self._is_found = True
         self._calling.close()
         self._run.model, self._run.optimizer = model, optimizer_of(model, self._made)
+        held = {id(parameter) for parameter in parameters_of(self._run.optimizer)}
+        named = [(self._search.named(name), id(each)) for name, each in model.named_parameters()]
+        several = len(self._turns) > 1
+        self._of_turns = [
+            frozenset(each for name, each in named if turn.trains(name) and each in held)
+            if several
+            else frozenset(held)
+            for turn in self._turns
+        ]
         self._run.found()
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module in (model, *sharded):  # before FSDP's own hooks, which gather
@@ -295,6 +314,7 @@ class Moments:
         self._in_step += 1
         if self._in_step > 1:
             return None
+        self._require_turn(optimizer)
         if callable(closure) and not self._count.backward_passes:
             args, kwargs = self._with_closure(closure, args, kwargs)
             return args, kwargs
@@ -325,6 +345,18 @@ class Moments:
                 "have: a loop that trains one model with one optimizer can be judged"
             )
         return False
+
+    def _require_turn(self, optimizer: Optimizer) -> None:
+        """Raise SubjectMistake if the optimizer of another turn should step."""
+        if self._is_over or len(self._turns) == 1:
+            return
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        if not held & self._of_turn:
+            expected = self._turns[self._taken % len(self._turns)].module
+            raise SubjectMistake(
+                f"{type(optimizer).__name__} steps, which holds no parameter of {expected}, whose turn it is: declare "
+                "loss={MODULE: LOSS} in the order in which optimizers step, each once in a training step"
+            )
 
     def _with_closure(
         self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -379,9 +411,10 @@ class Moments:
         if self._in_step or not self._is_found:
             return
         self._count.stepped |= {id(parameter) for parameter in parameters_of(optimizer)}
-        if self._count.stepped >= {id(parameter) for parameter in parameters_of(self._run.optimizer)}:
+        if self._count.stepped >= self._of_turn:
             self._tell("idle")
-            self._ended(self._count, self._accumulation[self._taken])
+            if len(self._turns) == 1:  # a turn may compute the model several times
+                self._ended(self._count, self._accumulation[self._taken])
             self._taken += 1
             self._count = Count()
 

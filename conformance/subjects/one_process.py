@@ -27,6 +27,12 @@ class OnDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._subject, name)
 
+    @property
+    def turns(self) -> dict[str, Subject]:
+        """Turns on the device."""
+        each_turn = getattr(self._subject, "turns", {}).items()
+        return {name: on_device(each, self._device) for name, each in each_turn}
+
     def model(self, *, tied: bool) -> nn.Module:
         """Return the model on the device, with weights that the CPU has drawn, as `made_on` makes it."""
         model = self._subject.model(tied=tied)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,13 +30,15 @@ from conformance.subjects.finding import ModelSearch, require_same_optimizers
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
 from conformance.subjects.one_process import made_on
-from conformance.subjects.optimizers import MakeOptimizer, made, members
+from conformance.subjects.optimizers import MakeOptimizer, joined, made, members
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
+from conformance.subjects.turns import turn_of, turns_of
 
 Accumulation = Literal["any", "even", "none"]
 """Micro-batches that a loop can accumulate: other numbers in each step, the same in all steps, or one alone."""
 Processes = Literal["shared", "fresh"]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,9 @@ class LoopSubject:
     processes: Processes
     packages: Sequence[str]
     shims: Sequence[str] = field(default=())
+    turns: Mapping[str, "LoopSubject"] = field(default_factory=dict)
+    """Subjects with one loss and one optimizer each, by the module that these train; empty if all is trained at once.
+    """
 
     @property
     def name(self) -> str:
@@ -185,6 +190,9 @@ class OwnLoopRun:
         self.makes_own_model = True
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
+        self._turns = turns_of(subject)
+        self._own_model: nn.Module | None = None
+        """Model that the loop has been given; the suite finds it although the loop calls its parts alone."""
         self._names = _names_of(subject, cell)
         self._expected_optimizer = _optimizer_of(subject, cell)
         self._load_from: Path | None = None
@@ -214,11 +222,12 @@ class OwnLoopRun:
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
         self._observer = observer
-        feed = Feed(steps, data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
+        feed = Feed(steps[:: len(self._turns)], data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
         moments = Moments(
             self,
             observer,
             ModelSearch(*self._names),
+            turns=self._turns,
             first=SAVED_AFTER if self._load_from else 0,
             accumulation=[len(micro_batches) for micro_batches in steps],
             max_norm=self._max_norm,
@@ -263,7 +272,12 @@ class OwnLoopRun:
     def _make_model(self) -> nn.Module:
         self.makes_own_model = False
         make = partial(self._subject.model, tied=self._cell.tied)
-        return made_on(self._device, make, on_meta=self._cell.init == "meta")
+        self._own_model = made_on(self._device, make, on_meta=self._cell.init == "meta")
+        return self._own_model
+
+    def is_trained(self, name: str, step: int) -> bool:
+        """Return whether the optimizer that steps in a step of the run has a parameter."""
+        return turn_of(self._subject, step).trains(name)
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
         """Return the losses that the loop has told, and keep the norms."""
@@ -282,10 +296,10 @@ class OwnLoopRun:
 def own_loop(
     *,
     model: Callable[[], nn.Module],
-    loss: Callable[[nn.Module, Batch], Tensor],
+    loss: Loss | Mapping[str, Loss],
     batch: Callable[[torch.Generator], Batch],
     count: Callable[[Batch], int] = default_count,
-    optimizer: MakeOptimizer = sgd,
+    optimizer: MakeOptimizer | Mapping[str, MakeOptimizer] = sgd,
     scheduler: Callable[[Optimizer], Any] | None = None,
     max_norm: float | None = None,
     meshes: Sequence[MeshName] = ("dp2",),
@@ -310,12 +324,13 @@ def own_loop(
     Args:
         model: makes the model that one process trains, in fp32 and without dropout; a class will do.
         loss: function of model and batch that returns the sum of the losses of samples or tokens, a scalar: what one
-            process minimises is this sum over all ranks, divided by `count`.
+            process minimises is this sum over all ranks, divided by `count`. Where optimizers take turns, as in a GAN,
+            a mapping: each loss by the name of the module that it trains, in the order in which their optimizers step.
         batch: function of a `torch.Generator` that returns a micro-batch as the loop gets it: a tensor, or a dict, list
             or tuple of tensors, whose dimension 0 is the samples.
         count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
         optimizer: makes the optimizer that the loop makes, for the reference; or a list of those that step together, as
-            of matrices and of other parameters.
+            of matrices and of other parameters. A mapping by module if those that take turns differ.
         scheduler: makes the schedule of learning rates that the loop steps once in each step, of an optimizer.
         max_norm: limit to which the loop clips gradients; by default it must take `config.max_norm`. `math.inf` if it
             clips none.
@@ -333,7 +348,15 @@ def own_loop(
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
-    require_declarable(meshes=meshes, precisions=precisions, model=model, loss=loss, batch=batch, count=count)
+    losses = loss if isinstance(loss, Mapping) else {"": loss}
+    optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(losses, optimizer)
+    if losses.keys() != optimizers.keys() or (len(losses) > 1 and resumes):
+        problem = "resumes=True with turns" if resumes else f"{[*losses]} in loss=, and {[*optimizers]} in optimizer="
+        raise SubjectMistake(
+            f"{problem}: give both for the same modules, and leave resumes= out where there are several"
+        )
+    for each in losses.values():
+        require_declarable(meshes=meshes, precisions=precisions, model=model, loss=each, batch=batch, count=count)
     for name, value, allowed in (
         ("accumulation", accumulation, get_args(Accumulation)),
         ("processes", processes, get_args(Processes)),
@@ -342,14 +365,14 @@ def own_loop(
             raise SubjectMistake(f"{name}={value!r}: give {' or '.join(map(repr, allowed))}")
 
     def declare(function: Callable[[LoopConfig], Any]) -> LoopSubject:
-        return LoopSubject(
+        one = LoopSubject(
             function=function,
             make_model=model,
             make_tied_model=tied_model,
-            loss=loss,
+            loss=next(iter(losses.values())),
             batch=batch,
             count=count,
-            optimizer=optimizer,
+            optimizer=next(iter(optimizers.values())),
             scheduler=scheduler,
             max_norm=max_norm,
             meshes=tuple(meshes),
@@ -362,6 +385,10 @@ def own_loop(
             packages=tuple(packages),
             shims=tuple(shims),
         )
+        if "" in losses:
+            return one
+        turns = {name: replace(one, loss=each, optimizer=optimizers[name]) for name, each in losses.items()}
+        return replace(one, turns=turns)
 
     return declare
 
@@ -374,8 +401,13 @@ def _names_of(subject: LoopSubject, cell: SubjectCell) -> tuple[list[str], list[
 
 def _optimizer_of(subject: LoopSubject, cell: SubjectCell) -> Optimizer:
     """Return the optimizer of the reference, of parameters without numbers."""
-    parameters = [parameter for parameter in _model_of(subject, cell).parameters() if parameter.requires_grad]
-    return subject.make_optimizer([nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters])
+    trained = [(name, each) for name, each in _model_of(subject, cell).named_parameters() if each.requires_grad]
+    empty = {name: nn.Parameter(torch.empty_like(each, device="meta")) for name, each in trained}
+    optimizers = [
+        turn.subject.make_optimizer([each for name, each in empty.items() if turn.trains(name)])
+        for turn in turns_of(subject)
+    ]
+    return joined(optimizers)
 
 
 def _model_of(subject: LoopSubject, cell: SubjectCell) -> nn.Module:

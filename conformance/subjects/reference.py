@@ -24,6 +24,7 @@ from conformance.subjects.data import all_micro_batches, permuted, samples, to_d
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.measuring import MATMULS_IN_FORWARD
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
+from conformance.subjects.turns import Turn, turns_of
 
 SEED = 0
 ORDERS = 4
@@ -47,6 +48,8 @@ class Trajectory:
     """Parameters after each step."""
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    by_products: list[list[str]] = field(default_factory=list)
+    """Parameters that get a gradient, by step, for which the optimizer of another turn steps."""
 
 
 def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
@@ -109,12 +112,20 @@ def train(
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
-    optimizer = subject.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    turns = turns_of(subject)
+    optimizers = [
+        turn.subject.make_optimizer(
+            [p for name, p in model.named_parameters() if p.requires_grad and turn.trains(name)]
+        )
+        for turn in turns
+    ]
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
     for step in range(len(workload.accumulation)):
         batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=step)]
-        run.losses.append(_accumulate(subject, model, batches, order=order))
+        turn, optimizer = turns[step % len(turns)], optimizers[step % len(turns)]
+        run.losses.append(_accumulate(turn.subject, model, batches, order=order))
+        run.by_products.append(_by_products(model, turn))
         gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         run.gradients.append(gradients)
         run.norms.append(total_norm(gradients.values(), order=2.0))
@@ -124,9 +135,17 @@ def train(
                 parameter.grad.mul_(factor)
         with SplitProducts() if order else nullcontext():
             optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         run.parameters.append(_copies(model.named_parameters()))
     return run
+
+
+def _by_products(model: nn.Module, turn: Turn) -> list[str]:
+    """Return the parameters of other turns that got a gradient in a turn, and forget these gradients."""
+    found = [(name, p) for name, p in model.named_parameters() if p.grad is not None and not turn.trains(name)]
+    for _name, parameter in found:
+        parameter.grad = None
+    return [name for name, _parameter in found]
 
 
 def half_of(norm: float) -> float:

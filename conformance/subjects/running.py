@@ -217,7 +217,9 @@ class SubjectRuns:
         return record.failure if record else next(reversed(read_failures(directory)), None)
 
     def _options(self, cell: Cell) -> SubjectCell:
-        return subject_cell(cell, device=self._device(cell), evenly=self._described.accumulates_evenly)
+        return subject_cell(
+            cell, device=self._device(cell), evenly=self._described.accumulates_evenly, turns=self._described.turns
+        )
 
     def _substrate(self, world_size: int) -> Substrate:
         """Return the substrate on which a world runs."""

@@ -62,6 +62,7 @@ from conformance.subjects.protocol import (
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
 from conformance.subjects.shims import used_shims
+from conformance.subjects.turns import turns_of
 from reference_trainer.mesh import destroy_process_group
 
 REFERENCE_FILE = "reference.safetensors"
@@ -74,9 +75,9 @@ def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that a DescribeJob names."""
     job = msgspec.convert(payload, DescribeJob)
     subject = _loaded(context, job.subject)
-    evenly = getattr(subject, "accumulation", "any") == "even"
+    evenly, turns = getattr(subject, "accumulation", "any") == "even", len(turns_of(subject))
     refusals = {
-        name: subject.unsupported(subject_cell(cell_from_id(name), device=device, evenly=evenly))
+        name: subject.unsupported(subject_cell(cell_from_id(name), device=device, evenly=evenly, turns=turns))
         for name, device in job.devices.items()
     }
     description = Description(
@@ -84,6 +85,7 @@ def describe(context: RankContext, payload: dict[str, Any]) -> Any:
         shims=[*subject.shims, *used_shims()],
         needs_fresh_processes=getattr(subject, "processes", "shared") == "fresh",
         accumulates_evenly=evenly,
+        turns=turns,
         refused={name: reason for name, reason in refusals.items() if reason is not None},
     )
     return msgspec.to_builtins(description)
@@ -125,13 +127,15 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
     dtype = torch.float32 if why_not_fp64 else torch.float64
-    reference.require_proportional(subject, job.workload, dtype=dtype)
-    notes = require_sum(subject, job.workload, dtype=dtype)
+    turns = [turn.subject for turn in turns_of(subject)]
+    for each in turns:
+        reference.require_proportional(each, job.workload, dtype=dtype)
+    notes = [note for each in turns for note in require_sum(each, job.workload, dtype=dtype)]
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
-    bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
+    bf16, matmuls = _bf16(turns[0], job.workload, exact) if _trains_in_bf16(subject) else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -158,6 +162,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_matmul_dtypes=matmuls,
         activations=activation_memory(subject, job.workload, device),
         varies=_varies(subject, job.workload),
+        turns=len(turns),
+        by_products=exact.by_products,
         notes=notes,
     )
     return msgspec.to_builtins(facts)
@@ -305,7 +311,8 @@ def _all_steps(
 def _batches(subject: Subject, job: TrainJob, run: Built) -> list[list[Batch]]:
     """Return the micro-batches of each step on this rank."""
     workload = job.cell.workload
-    steps = [0 if job.is_repeated else step for step in range(len(workload.accumulation))]
+    turns = len(turns_of(subject))
+    steps = [step % turns if job.is_repeated else step for step in range(len(workload.accumulation))]
     return [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
 
 

@@ -114,18 +114,19 @@ def test_steps_need_the_same_memory(evidence: Evidence, under: Under) -> None:
     each byte more is one that an earlier step has left; only numbers may be kept. On the CPU peaks also vary by what
     gloo's threads have not released yet.
     """
+    turns = evidence.reference.facts.turns
     for facts in under("lazy", is_repeated=True).ranks:
         memory = memory_of(facts)
         held = {each.step: each.requested_bytes for each in memory.held}
         room = NUMBERS_BYTES + in_flight_bytes(evidence, facts)
         for peak in memory.peaks:
-            earlier = next((each for each in memory.peaks if _is(each, peak.step - 1, peak.phase)), None)
-            if peak.step >= 2 and earlier is not None:
+            earlier = next((each for each in memory.peaks if _is(each, peak.step - turns, peak.phase)), None)
+            if peak.step >= 2 * turns and earlier is not None:
                 grown, where = peak.requested_bytes - earlier.requested_bytes, f"rank {facts.rank}, step {peak.step}"
                 _expect_at_most(grown, room, f"growth of the peak of {peak.phase}", where)
                 report(f"peak of {peak.phase}, {where}", peak.requested_bytes, kind="memory", unit="bytes")
-        for step in range(2, max(held) + 1):
-            _expect_at_most(held[step] - held[step - 1], NUMBERS_BYTES, "left by a step", f"rank {facts.rank}")
+        for step in range(2 * turns, max(held) + 1):
+            _expect_at_most(held[step] - held[step - turns], NUMBERS_BYTES, "left by a step", f"rank {facts.rank}")
 
 
 def memory_of(facts: SubjectFacts) -> AllocatorFacts:
