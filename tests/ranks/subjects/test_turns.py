@@ -1,4 +1,4 @@
-"""Own loops whose optimizers take turns: a right one passes, and a leak, a lost reduction and a wrong order are seen."""
+"""Own loops whose optimizers take turns: a right one passes; a leak, a lost reduction, a wrong order are seen."""
 
 from pathlib import Path
 
