@@ -63,6 +63,8 @@ class _Program:
         for race in RACES:
             expected = (0, 5) if self._accelerator == "cpu" else (1,)  # the CPU has no streams, nor pinned memory
             yield self._session(f"race-{race}", 40, ["STREAM-5"], [cells[race]], defect=race, expected=expected)
+        trainer = "conformance.subjects.shipped.reference:ReferenceTrainer"
+        yield self._session("judge", 90, None, None, trainer=trainer)
         yield self._session("pinned-replicas", 40, ["STREAM-5", "OFF-1"], [_PINNED_REPLICAS], may_be_empty=True)
         yield self._session("pr", float("inf"), None, None, profile="pr", fills_the_rest=True)
 
@@ -78,6 +80,7 @@ class _Program:
         *,
         profile: str = "nightly",
         defect: str | None = None,
+        trainer: str | None = None,
         needs: Sequence[str] = (),
         expected: Sequence[int] = (0,),
         may_be_empty: bool = False,
@@ -85,14 +88,16 @@ class _Program:
     ) -> Stage:
         """Return a session with a separate report, without plugins other than the suite's and xdist's.
 
-        A single cell need not be in the matrix.
+        A single cell need not be in the matrix. A trainer is judged as other people's are.
         """
         report = self._work / name
         selected = cells[0] if cells and len(cells) == 1 else f"id in ({', '.join(cells or ())})"
         command = [
             *(sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "conformance.pytest_plugin.plugin"),
-            *("-n0", "-q", "-p", "no:cacheprovider", "conformance/", "--shrink", "0", "--explain", "0"),
-            *("--accelerator", self._accelerator, "--profile", profile, "--report-dir", str(report)),
+            *("-n0", "-q", "-p", "no:cacheprovider", "--shrink", "0", "--explain", "0"),
+            *(("conformance/laws/trainers", "--subject", trainer, "--fast") if trainer else ("conformance/",)),
+            *("--accelerator", self._accelerator, "--report-dir", str(report)),
+            *(() if trainer else ("--profile", profile)),
             *(("--laws", ",".join(laws)) if laws else ()),
             *(("--cells", selected) if cells else ()),
             *(("--defect", defect) if defect else ()),

@@ -60,7 +60,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--accelerator",
         metavar="WHAT",
-        help="cpu, or sim[:SCHEDULE]: on the simulated accelerator, with laws about streams and memory (default: cpu)",
+        help="cpu, sim[:SCHEDULE] (a simulated accelerator, with laws about streams), or cuda (unverified on a GPU) "
+        "(default: cpu)",
     )
     parser.add_argument(
         "--fast", action="store_true", help="only the cells that show most, and no faults: for each commit"

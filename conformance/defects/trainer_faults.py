@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from conformance.defects.injection import NotInjectable, defect, instead_of
 from conformance.instruments.sharding import full, local
-from conformance.plan.substrates import SIM, WITHOUT_DEVICES
+from conformance.plan.substrates import SIM
 
 CELLS = "id = dp2-fp32-default-full"
 SHARED = "id = dp2-tp2-bf16mp-default-full"
@@ -110,7 +110,7 @@ def layer_not_synchronised(
     above[-1].register_forward_pre_hook(switch)
 
 
-@defect("memory-held", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@defect("memory-held", CELLS, FSDP2, of="any trainer")
 @BUILT
 def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each rank keeps the weights unsharded on its device, as after loading a checkpoint."""
@@ -123,7 +123,7 @@ def full_weights_kept(benign: bool, _original: Any, model: nn.Module, optimizer:
         optimizer.register_step_post_hook(keep)
 
 
-@defect("memory-of-steps", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@defect("memory-of-steps", CELLS, FSDP2, of="any trainer")
 @BUILT
 def gradients_left(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Each step appends its largest gradient to a list."""
@@ -137,7 +137,7 @@ def gradients_left(benign: bool, _original: Any, _model: nn.Module, optimizer: O
     optimizer.register_step_pre_hook(append)
 
 
-@defect("memory-by-phase", CELLS, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@defect("memory-by-phase", CELLS, FSDP2, of="any trainer")
 @BUILT
 def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
     """Weights and result of each module are kept from forward until the optimizer steps."""
@@ -157,7 +157,7 @@ def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Opti
     optimizer.register_step_post_hook(forget)
 
 
-@defect("memory-by-phase", SHARED, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
 @BUILT
 def result_kept_for_all_ranks(
     benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float
@@ -182,7 +182,7 @@ def result_kept_for_all_ranks(
     optimizer.register_step_post_hook(forget)
 
 
-@defect("memory-by-phase", SHARED, FSDP2, of="any trainer", substrates=WITHOUT_DEVICES)
+@defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
 @BUILT
 def gradients_kept_unsharded(
     benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float

@@ -21,6 +21,20 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def allocate_workspaces(device: torch.device) -> None:
+    """Let cuBLAS allocate the workspaces that it keeps: with its first products, for this thread and for autograd's.
+
+    They come from the caching allocator, whose statistics would count them for the model. Not yet run on a CUDA device,
+    see docs/gpu.md. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
+    """
+    if device.type != "cuda":
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+        torch.autograd.backward(torch.addmm(weight[0], weight, weight).sum())
+    synchronize()
+
+
 def statistics(device: torch.device) -> Mapping[str, int]:
     """Return the statistics of the device's caching allocator, by the names of `torch.cuda.memory_stats`.
 

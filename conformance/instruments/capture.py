@@ -74,8 +74,11 @@ class Capture(Observer):
     Leaves `fingerprints`, `layouts` and `batches` of `facts.RankFacts`.
     """
 
-    def __init__(self, *, named: Callable[[str], str] = str) -> None:
-        self._named = named
+    def __init__(
+        self, *, named: Callable[[str], str] = str, is_trained: Callable[[str, int], bool] = lambda _name, _step: True
+    ) -> None:
+        """Keep the gradients of parameters of which `is_trained` says, by name and step, that they are trained."""
+        self._named, self._is_trained = named, is_trained
         self.tensors: dict[str, Tensor] = {}
         self.fingerprints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
@@ -101,13 +104,13 @@ class Capture(Observer):
         """Keep the gradients of a step, and its parameters."""
         for name, parameter in self._parameters(model):
             self._add(f"step{step}/parameter/{name}", parameter)
-            if parameter.grad is not None:
+            if parameter.grad is not None and self._is_trained(name, step):
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
     def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
         """Keep the gradients after clipping."""
         for name, parameter in self._parameters(model):
-            if parameter.grad is not None:
+            if parameter.grad is not None and self._is_trained(name, step):
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
 
     def after_step(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, step: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from conformance.plan.scopes import Scope, Trainers, scope
-from conformance.plan.substrates import REAL, WITHOUT_DEVICES, Substrate
+from conformance.plan.substrates import REAL, Substrate
 
 _ATTRIBUTE = "conformance_law"
 _Test = TypeVar("_Test", bound=Callable[..., None])
@@ -43,7 +43,7 @@ def law(
     like: str = "",
     reference: str,
     since: str = "2.6",
-    substrates: tuple[Substrate, ...] | None = None,
+    substrates: tuple[Substrate, ...] = REAL,
     memory: bool = False,
 ) -> Callable[[_Test], _Test]:
     """Declare that the decorated test asserts a law on all cells that `where` selects, except `gaps`.
@@ -52,12 +52,10 @@ def law(
     that the law cannot judge yet, see `conformance.plan.scopes`. A law that judges the numbers of a run says
     `numbers=True`, one that measures the processor's memory `memory=True`. A law `of="any trainer"` judges the evidence
     that `conformance judge` gathers of a trainer, and names the law of ours that it is `like`. Without `substrates` a
-    law is judged on all real ones, one of any trainer on those that need no devices. The id, `where`, `gaps`, `numbers`
-    and `of` are literals: `plan.scopes.declared_scopes` reads them without importing the test.
-    Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
-    unknown gap.
+    law is judged on all real ones. The id, `where`, `gaps`, `numbers` and `of` are literals:
+    `plan.scopes.declared_scopes` reads them without importing the test. Raises ValueError if the docstring does not
+    state a MUST, for an expression that cannot be compiled, and for an unknown gap.
     """
-    judged_on = substrates or (REAL if of == "reference trainer" else WITHOUT_DEVICES)
     holds = scope(law_id, where=where, gaps=gaps, numbers=numbers, of=of)
 
     def declare(test: _Test) -> _Test:
@@ -66,7 +64,7 @@ def law(
             raise ValueError(
                 f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold"
             )
-        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, judged_on, holds, memory, like))
+        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates, holds, memory, like))
         return test
 
     return declare

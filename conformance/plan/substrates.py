@@ -12,8 +12,6 @@ from typing import Literal
 Substrate = Literal["simulated", "gloo", "sim", "nccl-shared", "nccl"]
 REAL: tuple[Substrate, ...] = ("gloo", "sim", "nccl-shared", "nccl")
 """Substrates with real processes and real collectives."""
-WITHOUT_DEVICES: tuple[Substrate, ...] = ("gloo", "sim")
-"""Substrates that need no devices, on which other people's trainers run."""
 SIM: tuple[Substrate, ...] = ("sim",)
 """Substrate of laws about streams and the caching allocator of other people's trainers."""
 SIMULATED: tuple[Substrate, ...] = ("simulated",)

@@ -159,7 +159,7 @@ class Controller:
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
         explanations = explain(report)
-        if report.trainer is not None or self._setup.shrink_s <= 0 or not has_combined(self._setup, explanations):
+        if report.trainer is not None or self._setup.shrink_s <= 0 or not has_combined(explanations):
             return report
         _announce(config, f"searching the smallest failing cells (at most {self._setup.shrink_s:g} s, see --shrink)")
         try:

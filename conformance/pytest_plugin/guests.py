@@ -247,6 +247,8 @@ class GuestSession:
             flags.append(f"--cells=id in ({', '.join(cells)})")
         if all(item.case for item in node.selected):
             flags.append("--no-faults")
+        if option.conformance_accelerator:
+            flags.append(f"--accelerator={option.conformance_accelerator}")
         if option.conformance_accepted:
             flags.append(f"--accepted={self._accepted(option.conformance_accepted)}")
         guest = node.guest
@@ -269,8 +271,12 @@ def start_guests(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[_SESSION], "conformance-guests")
 
 
+_DECORATORS = ("subject", "own_loop")
+_QUALIFIED = tuple(f"subjects.{name}" for name in _DECORATORS)
+
+
 def decorated(file: Path) -> list[str]:
-    """Return the names in a file that the decorator `conformance.subjects.subject` makes trainers of.
+    """Return the names in a file that a decorator of `conformance.subjects` makes trainers of.
 
     The file is read and not executed. Raises UsageError if there is none, or if it is no Python.
     """
@@ -282,21 +288,19 @@ def decorated(file: Path) -> list[str]:
         alias.asname or alias.name
         for node in ast.walk(module)
         if isinstance(node, ast.ImportFrom)
-        and node.module in ("conformance.subjects", "conformance.subjects.decorated")
+        and node.module in ("conformance.subjects", "conformance.subjects.decorated", "conformance.subjects.own_loop")
         for alias in node.names
-        if alias.name == "subject"
+        if alias.name in _DECORATORS
     }
     known = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and _is_decorated(node, decorators)]
     if not known:
-        raise UsageError(f"{file}: no function is decorated with subject(...): write {file.name}:NAME")
+        raise UsageError(f"{file}: no function is decorated with subject(...) or own_loop(...): write {file.name}:NAME")
     return known
 
 
 def _is_decorated(node: ast.FunctionDef, decorators: set[str]) -> bool:
     called = [each.func for each in node.decorator_list if isinstance(each, ast.Call)]
-    return any(
-        ast.unparse(function) in decorators or ast.unparse(function).endswith("subjects.subject") for function in called
-    )
+    return any(ast.unparse(function) in decorators or ast.unparse(function).endswith(_QUALIFIED) for function in called)
 
 
 def _file_of_module(name: str) -> Path | None:

@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="judge FILE.py[:NAME], MODULE:NAME or a name of `conformance judge --list`, an item for each law and cell",
     )
     group.addoption("--conformance-fast", action="store_true", help="only the cells that show most, and no faults")
+    group.addoption(
+        "--conformance-accelerator", metavar="WHAT", help="cpu, sim[:SCHEDULE] or cuda, see `conformance judge --help`"
+    )
     group.addoption("--conformance-accepted", metavar="FILE", help="failures that are accepted until a day (YAML)")
     group.addoption(
         "--conformance-report-dir",

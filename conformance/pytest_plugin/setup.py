@@ -218,14 +218,14 @@ def _require_no_other_data(option: Any) -> None:
 def _hardware(config: pytest.Config) -> Hardware:
     """Return the hardware that the options allow to use. Raises UsageError as `find_hardware` does."""
     option, given = config.option, config.stash.get(HARDWARE, None)
+    # Another trainer is judged on processors unless devices are asked for: it may name a device.
+    accelerator = "cpu" if option.subject and option.accelerator == "auto" else option.accelerator
     arithmetic = Arithmetic.parse(kernels=option.kernels, sums=option.sums)
-    if given is not None and option.accelerator != "cpu":
-        if option.accelerator.startswith("sim"):
+    if given is not None and accelerator != "cpu":
+        if accelerator.startswith("sim"):
             raise UsageError("--accelerator sim: the simulated accelerator is for the ranks of one host")
         return given
-    return find_hardware(
-        machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu, arithmetic=arithmetic
-    )
+    return find_hardware(machine_devices(), accelerator=accelerator, share_gpu=option.share_gpu, arithmetic=arithmetic)
 
 
 def _pools(hardware: Hardware, *, isolate: bool) -> Pools:

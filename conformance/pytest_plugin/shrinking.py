@@ -60,10 +60,9 @@ class Shrinker:
         judge: Judge,
         *,
         budget_s: float,
-        trainer: str | None = None,
     ) -> None:
         """Take the results of the session, and a time for all searches together, which starts now."""
-        self._matrix, self._judge, self._trainer = matrix, judge, trainer
+        self._matrix, self._judge = matrix, judge
         self._until_s = time.monotonic() + budget_s
         self._outcomes = {case.id: outcome_of(case.verdict, case.measured, case.reason) for case in cases}
         self.judged = 0
@@ -80,7 +79,7 @@ class Shrinker:
         return [smallest for smallest in found if smallest is not None]
 
     def _of(self, explanation: Explanation, repeat: Callable[[Case], str]) -> Smallest | None:
-        cases = _shrinkable(explanation, self._trainer)
+        cases = _shrinkable(explanation)
         if not cases or self._left_s() <= 0:
             return None
         start_s, judged_before = time.monotonic(), self.judged
@@ -137,9 +136,9 @@ class Shrinker:
         return 0.0 if self._is_interrupted else self._until_s - time.monotonic()
 
 
-def has_combined(setup: SessionSetup, explanations: Sequence[Explanation]) -> bool:
+def has_combined(explanations: Sequence[Explanation]) -> bool:
     """Return whether there is a failure whose cell could be smaller."""
-    return any(_shrinkable(each, setup.trainer) for explanation in explanations for each in explanation.with_related)
+    return any(_shrinkable(each) for explanation in explanations for each in explanation.with_related)
 
 
 def smallest_cells(
@@ -147,8 +146,7 @@ def smallest_cells(
 ) -> list[Smallest]:
     """Return the smallest failing cells of a session that has ended with these cases and explanations of failures."""
     setup.store.pools.prepare()  # ranks load torch while this process imports the laws
-    judge_case, trainer = session_judge(setup), setup.trainer
-    shrinker = Shrinker(setup.matrix, cases, judge_case, budget_s=setup.shrink_s, trainer=trainer)
+    shrinker = Shrinker(setup.matrix, cases, session_judge(setup), budget_s=setup.shrink_s)
     return shrinker.smallest(explanations, session_repeat(setup))
 
 
@@ -183,10 +181,10 @@ def session_repeat(setup: SessionSetup) -> Callable[[Case], str]:
     return repeat
 
 
-def _shrinkable(explanation: Explanation, trainer: str | None) -> list[Case]:
+def _shrinkable(explanation: Explanation) -> list[Case]:
     """Return the cases of an explanation; none if one is on a plain cell, or if they tell of no fault to search for."""
     try:
-        cases = [Case(result.law, cell_from_id(result.cell), trainer) for result in explanation.cases]
+        cases = [Case(result.law, cell_from_id(result.cell)) for result in explanation.cases]
     except AxisError:
         return []
     is_combined = all(case.cell.features and case.law != "?" for case in cases)

@@ -45,7 +45,7 @@ class Headline(msgspec.Struct, frozen=True):
     judged: str
     """Clause about another trainer: its judged ingredients, and those of the suite; empty for the reference trainer."""
     warning: str
-    """Sentence about a version of torch that was never tried, or empty."""
+    """Clauses about a version of torch, and about devices, that were never tried; empty if there are none."""
     nothing_about: str
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
@@ -63,9 +63,15 @@ def headline(report: Report) -> Headline:
         subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
         judged=judged_line(report.trainer) if report.trainer else "",
-        warning=report.environment.get("untried_torch", ""),
+        warning="; ".join(filter(None, [report.environment.get("untried_torch", ""), _unverified(report)])),
         nothing_about=_nothing_about(report),
     )
+
+
+def _unverified(report: Report) -> str:
+    """Return a clause about laws of any trainer on CUDA devices, or nothing: none has run on a GPU so far."""
+    on_cuda = report.trainer is not None and report.environment.get("device", {}).get("type") == "cuda"
+    return "unverified on a GPU: laws of any trainer have run on none so far, see docs/gpu.md" if on_cuda else ""
 
 
 def restrictions(report: Report) -> Iterator[str]:

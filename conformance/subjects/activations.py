@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.instruments import accelerators
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeHandler
 from conformance.instruments.saved_tensors import SavedTensors
 from conformance.subjects import reference
@@ -18,6 +19,7 @@ from conformance.subjects.data import map_tensors, micro_batches, tensors, to_de
 from conformance.subjects.facts import ActivationMemory
 from conformance.subjects.memory_log import Memory, memory_of
 from conformance.subjects.protocol import Batch, Subject
+from conformance.subjects.turns import turns_of
 
 
 def activation_memory(
@@ -29,6 +31,7 @@ def activation_memory(
     activations to tell: an empty list. The device is that of the ranks, since an operator such as attention keeps other
     tensors on another one.
     """
+    accelerators.allocate_workspaces(device)
     model = reference.initial_model(subject, tied=workload.tied).to(device)
     model = reference.parameters_in_bf16(model) if precision == "bf16" else model
     for parameter in model.parameters():
@@ -36,10 +39,16 @@ def activation_memory(
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
     for module in model.modules():
         module.register_forward_pre_hook(_each_apart, with_kwargs=True)
-    memory = memory_of(device)
+    memory, modules = memory_of(device), [turn.module for turn in turns_of(subject)]
     with memory.installed(), suppress(*reference.REFUSALS) if precision == "bf16" else nullcontext():
         return [
-            _most([_measured(subject, model, batch, memory, device) for batch in _batches(subject, workload, rank)])
+            _most(
+                [
+                    _measured(turn.subject, model, batch, memory, device, modules)
+                    for turn in turns_of(subject)
+                    for batch in _batches(subject, workload, rank)
+                ]
+            )
             for rank in range(workload.data_ranks)
         ]
     return []
@@ -83,8 +92,9 @@ class _Others:
 
 
 def _measured(
-    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device
+    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device, modules: Sequence[str]
 ) -> ActivationMemory:
+    """Return the memory of a batch; outputs are those of the modules with these paths."""
     batch = to_device(batch, device)
     saved = SavedTensors()
     saved.leave_out([*model.parameters(), *model.buffers(), *tensors(batch)])
@@ -92,7 +102,10 @@ def _measured(
     memory.reset_peak()
     others = _Others(memory, saved)
     outputs: list[int] = []
-    hook = model.register_forward_hook(lambda _model, _inputs, result: outputs.append(_bytes_of(result)))
+    trained = [model.get_submodule(path) for path in modules]
+    hooks = [
+        each.register_forward_hook(lambda _m, _inputs, result: outputs.append(_bytes_of(result))) for each in trained
+    ]
     with saved.installed(), DispatchTap([], outcomes=[*memory.listeners, others.listen_to_outcomes]):
         loss = subject.loss(model, batch)
         forward, held = memory.peak_bytes - before, memory.held_bytes - before
@@ -100,7 +113,8 @@ def _measured(
         others.peak_bytes = 0
         memory.reset_peak()
         torch.autograd.backward(loss)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     return ActivationMemory(
         forward_bytes=forward,
         held_bytes=held,

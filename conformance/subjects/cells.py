@@ -10,7 +10,7 @@ from conformance.plan.mesh import Mesh
 
 MeshName = Literal["dp2", "hsdp2x2", "dp2-tp2"]
 Precision = Literal["fp32", "bf16"]
-DeviceType = Literal["cpu", "sim"]
+DeviceType = Literal["cpu", "sim", "cuda"]
 MESHES: Mapping[MeshName, Mapping[str, int]] = {
     "dp2": {"dp_shard": 2},
     "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
@@ -48,7 +48,7 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
     """True if the run is saved after its first step, built again, and loaded."""
     device: DeviceType = "cpu"
-    """Type of the device on which ranks compute: the processors, or the simulated accelerator."""
+    """Type of the device on which ranks compute: the processors, the simulated accelerator, or CUDA devices."""
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -71,14 +71,18 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return Workload(self.tied, self.data_ranks, self.accumulation, self.uneven)
 
 
-def subject_cell(cell: Cell, *, device: DeviceType = "cpu") -> SubjectCell:
-    """Return the options that a trainer has on a cell of the profile `trainers`, on a type of device."""
+def subject_cell(cell: Cell, *, device: DeviceType = "cpu", evenly: bool = False, turns: int = 1) -> SubjectCell:
+    """Return the options that a trainer has on a cell of the profile `trainers`, on a type of device.
+
+    With `evenly` all steps have the same number of micro-batches. A training step has `turns`, which are steps of the
+    run, see `conformance.subjects.turns`.
+    """
     count = cell.accumulation
     return SubjectCell(
         mesh=cell.mesh,  # type: ignore[arg-type]
         precision="fp32" if cell.precision == "fp32" else "bf16",
         init=cell.init,  # type: ignore[arg-type]
-        accumulation=tuple(1 if step % 2 else count for step in range(cell.steps)),
+        accumulation=tuple(1 if step % 2 and not evenly else count for step in range(cell.steps) for _ in range(turns)),
         uneven=cell.batches == "uneven",
         tied=cell.tied_embeddings,
         offload=cell.offload == "cpu",

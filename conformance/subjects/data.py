@@ -7,6 +7,7 @@ from torch import Tensor
 
 from conformance.subjects.cells import Workload
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
+from conformance.subjects.turns import turns_of
 
 IGNORED_LABEL = -100
 """Label of tokens that do not count, by convention of `torch.nn.functional.cross_entropy`."""
@@ -14,7 +15,8 @@ IGNORED_LABEL = -100
 
 def micro_batches(subject: Subject, workload: Workload, *, step: int, data_rank: int) -> list[Batch]:
     """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else."""
-    made = [_batch(subject, step, data_rank, index) for index in range(workload.accumulation[step])]
+    training_step = step // len(turns_of(subject))
+    made = [_batch(subject, training_step, data_rank, index) for index in range(workload.accumulation[step])]
     return [halved(batch) for batch in made] if workload.uneven and data_rank % 2 else made
 
 

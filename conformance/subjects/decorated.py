@@ -4,6 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from conformance.report.trainer import Ingredient
 from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
 from conformance.subjects.loop import DataGroup, Loop, SaveOrLoad, Saving
+from conformance.subjects.one_process import made_on
 from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, Run, Subject, SubjectMistake
 
@@ -144,8 +146,7 @@ class FunctionSubject:
         """Make the model, and give it to the function; on the meta device, materialise it afterwards."""
         mesh = self._mesh(cell, device)
         config = configured(cell)
-        with torch.device("meta" if config.on_meta else device):
-            model = self.model(tied=cell.tied)
+        model = made_on(device, partial(self.model, tied=cell.tied), on_meta=config.on_meta)
         model, optimizer = _unpacked(self.function(model, mesh, config), model)
         if config.on_meta:
             self._materialize(model, device)

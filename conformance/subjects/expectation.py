@@ -27,6 +27,7 @@ from conformance.subjects.cells import SubjectCell
 from conformance.subjects.data import micro_batches, to_dtype
 from conformance.subjects.facts import OwnErrors, StepsJob
 from conformance.subjects.protocol import Batch, Subject, module_names
+from conformance.subjects.turns import turn_of
 
 FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
@@ -95,7 +96,9 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
             each.write(step_directory(directory, step), rank=data_rank)
         tensors |= {f"step{step}/gradient/{name}": gradient for name, gradient in gradients.items()}
         facts.append(computed.facts(masters, taps, gradients, updates=update_errors.get(step, {})))
-    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in (tensors | updates).items()})
+    write_tensors(
+        directory / TENSORS_FILE, {key: tensor.cpu().contiguous() for key, tensor in (tensors | updates).items()}
+    )
     expectation = Expectation(str(getattr(subject, "reduction", "")), facts)
     (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(expectation))
 
@@ -104,7 +107,7 @@ class _Step:
     """One step of a cell in one process."""
 
     def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
-        self._subject, self._cell, self._step = subject, cell, step
+        self._subject, self._cell, self._step = turn_of(subject, step).subject, cell, step
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
         self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))
@@ -126,7 +129,7 @@ class _Step:
 
     def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:
         taps.phase("forward", step=self._step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(reference.device_type(model), torch.bfloat16, enabled=autocast):
             loss = self._subject.loss(model, batch)
         taps.phase("backward", step=self._step)
         mean = loss / self._count
@@ -239,7 +242,7 @@ def _perturbed(model: nn.Module, *, seed: int) -> nn.Module:
     with torch.no_grad():
         for parameter in copy.parameters():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1.0 + 2.0 * FP32_ROUNDOFF * signs)
+            parameter.mul_(1.0 + 2.0 * FP32_ROUNDOFF * signs.to(parameter.device))
     return copy
 
 

@@ -6,7 +6,7 @@ from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.instruments.taps import Line
 from conformance.report.trainer import Ingredient
-from conformance.subjects.cells import SubjectCell, Workload
+from conformance.subjects.cells import DeviceType, SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
@@ -226,11 +226,15 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     varies: bool
     """True if `count` differs between ranks."""
     bf16_activations: list[ActivationMemory] = []
-    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty if the model cannot compute so, or the trainer never does."""
+    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty where nothing computes in bf16."""
     frozen: list[str] = []
     """Parameters that require no gradient in one process."""
     learning_rates: list[list[float]] = []
     """Learning rates with which the optimizer takes each step, by group of its parameters."""
+    turns: int = 1
+    """Steps of the run that are one training step, see `conformance.subjects.turns`."""
+    by_products: list[list[str]] = []
+    """Parameters that get a gradient in a step in which another turn's optimizer steps, by step."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
@@ -292,3 +296,15 @@ class Description(msgspec.Struct, frozen=True):
     """True if no process may serve two runs of the subject."""
     accumulates_evenly: bool = False
     """True if all steps of a run must have the same number of micro-batches."""
+    turns: int = 1
+    """Steps of a run that are one training step, see `conformance.subjects.turns`."""
+    refused: dict[str, str] = {}
+    """Reasons of the subject to refuse cells, by the cell's id."""
+
+
+class DescribeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the task that describes a subject."""
+
+    subject: str
+    devices: dict[str, DeviceType]
+    """Types of the devices on which cells would run, by the cell's id."""

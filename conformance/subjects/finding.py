@@ -1,7 +1,7 @@
 """Model and optimizer of an owner's loop, found among those that exist when the model first computes."""
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from conformance.subjects.optimizers import joined, members, parameters_of
 from conformance.subjects.protocol import SubjectMistake, reference_name
 
 
@@ -21,6 +22,10 @@ class ModelSearch:
         self._rejected: set[int] = set()
         self.sharded_others: list[str] = []
         """Classes of called modules that FSDP has sharded, and which have other parameters."""
+
+    def named(self, name: str) -> str:
+        """Return the name that a parameter has in the model of one process."""
+        return reference_name(name, self._known)
 
     def model_of(self, called: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module | None:
         """Return the parallel model that a called module has inside or belongs to; None for another module.
@@ -57,24 +62,15 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def optimizer_of(model: nn.Module, made: Sequence[Optimizer]) -> Optimizer:
-    """Return the optimizer of a model, of those that the loop has made so far.
+    """Return the optimizer of a model, of those that the loop has made so far; several that train it are one.
 
-    A container of optimizers that is itself one, and holds the same parameters, does not count. Raises SubjectMistake,
-    with what to do, unless one is left.
+    A container of optimizers that is itself one, and holds just their parameters, does not count. Raises
+    SubjectMistake, with what to do, if none is left.
     """
     holders = _distinct(_holders(model, made)) or _distinct(made)
-    if len(holders) == 1:
-        return holders[0]
     if not holders:
         raise SubjectMistake("no optimizer was made before the model first computes: make it earlier in the loop")
-    names = ", ".join(type(each).__name__ for each in holders)
-    raise SubjectMistake(f"{len(holders)} optimizers ({names}) train the model: a loop with one can be judged")
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer holds."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return joined(holders)
 
 
 def _holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -83,19 +79,38 @@ def _holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimize
 
 
 def _distinct(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers without those that hold the same parameters as an earlier one."""
-    by_parameters: dict[frozenset[int], Optimizer] = {}
+    """Return the optimizers without those that hold just the parameters of some earlier ones."""
+    kept: dict[frozenset[int], Optimizer] = {}
     for each in optimizers:
-        by_parameters.setdefault(frozenset(map(id, parameters_of(each))), each)
-    return list(by_parameters.values())
+        own = frozenset(map(id, parameters_of(each)))
+        if own != frozenset().union(*(other for other in kept if other <= own)):
+            kept[own] = each
+    return list(kept.values())
 
 
 _OF_SPEED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 """Options of a group of parameters that change no result, or only with an error."""
 
 
-def require_same_optimizer(measured: Optimizer, expected: Optimizer, *, rank: int) -> None:
-    """Raise SubjectMistake, with the line to write, if the reference would train with another optimizer than a rank."""
+def require_same_optimizers(measured: Optimizer, expected: Optimizer, *, rank: int) -> None:
+    """Raise SubjectMistake, with the line to write, if the reference would train with other optimizers than a rank."""
+    own, declared = (sorted(members(each), key=_kind) for each in (measured, expected))
+    if len(own) != len(declared):
+        names = ", ".join(_spelled(each) for each in own)
+        raise SubjectMistake(
+            f"on rank {rank} {len(own)} optimizers train the model ({names}), and the reference has {len(declared)}: "
+            "let optimizer= return a list of all that step together, or declare loss={MODULE: LOSS} in the order of "
+            "their steps if each has a loss of its own"
+        )
+    for mine, other in zip(own, declared, strict=True):
+        _require_same_optimizer(mine, other, rank=rank)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__name__} {_spelled(optimizer)}"
+
+
+def _require_same_optimizer(measured: Optimizer, expected: Optimizer, *, rank: int) -> None:
     own, declared = [list(map(_options, each.param_groups)) for each in (measured, expected)]
     if type(measured).__name__ == type(expected).__name__ and own == declared:
         return
@@ -121,8 +136,8 @@ def _plain(value: Any) -> Any:
 def _changed(defaults: Mapping[str, Any], kind: type[Optimizer], options: Mapping[str, Any]) -> list[str]:
     """Return the options, as arguments of a call, that a new optimizer of a class would not have."""
     try:
-        usual: Mapping[str, Any] = kind([nn.Parameter(torch.zeros(1))]).defaults  # type: ignore[call-arg]
-    except TypeError:
+        usual: Mapping[str, Any] = kind([nn.Parameter(torch.zeros(1, 1))]).defaults  # type: ignore[call-arg]
+    except (TypeError, ValueError):
         usual = {}
     return [
         f"{key}={value!r}"

@@ -17,6 +17,7 @@ from conformance.subjects import reference
 from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors, to_dtype
 from conformance.subjects.facts import StepsJob
 from conformance.subjects.protocol import Batch, Subject
+from conformance.subjects.turns import Turn, turn_of
 
 FACTS_FILE = "terms.msgpack"
 TENSORS_FILE = "terms.safetensors"
@@ -47,7 +48,7 @@ def write_terms(subject: Subject, job: StepsJob) -> None:
         written, facts = _terms(subject, job, weights, torch.float64)
     except (RuntimeError, TypeError, NotImplementedError):
         written, facts = _terms(subject, job, weights, torch.float32)
-    write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in written.items()})
+    write_tensors(directory / TENSORS_FILE, {key: tensor.cpu().contiguous() for key, tensor in written.items()})
     (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(facts))
 
 
@@ -62,12 +63,12 @@ def _terms(
         batches = [micro_batches(subject, workload, step=step, data_rank=rank) for rank in range(workload.data_ranks)]
         for rank, own in enumerate(batches):
             for index, batch in enumerate(own):
-                gradients = _gradients(subject, model, batch, dtype)
+                gradients = _gradients(turn_of(subject, step), model, batch, dtype)
                 written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
         stale = _model_at(subject, job, weights, step - 1, dtype) if step else None
         if stale is not None:
             for batch in all_micro_batches(subject, workload, step=step):
-                for name, gradient in _gradients(subject, stale, batch, dtype).items():
+                for name, gradient in _gradients(turn_of(subject, step), stale, batch, dtype).items():
                     key = f"step{step}/stale/{name}"
                     written[key] = written[key] + gradient if key in written else gradient
         facts.append(
@@ -89,11 +90,12 @@ def _model_at(subject: Subject, job: StepsJob, weights: Tensors, step: int, dtyp
     return model if all(bool(parameter.isfinite().all()) for parameter in model.parameters()) else None
 
 
-def _gradients(subject: Subject, model: nn.Module, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the gradients of the summed loss of a micro-batch."""
+def _gradients(turn: Turn, model: nn.Module, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the gradients of the summed loss of a micro-batch in a turn."""
     model.zero_grad()
-    torch.autograd.backward(subject.loss(model, to_dtype(batch, dtype)))
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.autograd.backward(turn.subject.loss(model, to_dtype(batch, dtype)))
+    named = ((name, p.grad) for name, p in model.named_parameters() if turn.trains(name))
+    return {name: gradient.clone() for name, gradient in named if gradient is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,9 @@ class SubjectRecorder:
         self._begin = begin
         self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
-        self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog(noted)
+        trained = {"is_trained": run.is_trained} if hasattr(run, "is_trained") else {}
+        self._capture = Capture(named=self._named, **trained)
+        self._dtypes, self._collectives = DtypeAudit(), CollectiveLog(noted)
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
@@ -345,7 +347,6 @@ class SubjectRecorder:
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
             matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
-            fp32_matmul_dtypes=dtypes.get(_MATMULS_IN_FP32, []),
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
             collectives=self._collectives.facts(None),
             first_backward=list(self._first_backward.values()),

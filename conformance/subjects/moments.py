@@ -3,7 +3,8 @@
 A micro-batch begins when the model, or a module that FSDP has sharded, is called with gradients, and not inside of a
 backward pass, where activation checkpointing computes again. A backward pass is a call of `torch.autograd.backward`,
 which `Tensor.backward` makes. Gradients are those at the end of the last backward pass, or later, when `GradScaler` has
-unscaled them, or one of torch's functions takes their norm. The step ends with the optimizer's; its hooks tell both.
+unscaled them, or one of torch's functions takes their norm. The step ends when each parameter that is trained has had a
+step of its optimizer, of which there may be several; hooks of optimizers tell both.
 """
 
 import functools
@@ -23,8 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from conformance.subjects.feeding import RunIsOver
-from conformance.subjects.finding import ModelSearch, optimizer_of, parameters_of
+from conformance.subjects.finding import ModelSearch, optimizer_of
+from conformance.subjects.optimizers import parameters_of
 from conformance.subjects.protocol import StepObserver, SubjectMistake
+from conformance.subjects.turns import Turn
 from conformance.subjects.wrapping import replaced_everywhere
 from reference_trainer.observer import Phase
 
@@ -56,6 +59,10 @@ class Count:
         self.norms: list[Tensor] = []
         """Norms that torch's functions have returned."""
         self.clipped = False
+        self.clipped_after = 0
+        """Backward passes before the first optimizer stepped."""
+        self.stepped: set[int] = set()
+        """Parameters, by id, whose optimizer has stepped."""
 
     def agrees_with(self, micro_batches: int) -> bool:
         """Return whether the step can have been one of so many micro-batches."""
@@ -71,6 +78,7 @@ class Moments:
         observer: StepObserver,
         search: ModelSearch,
         *,
+        turns: Sequence[Turn],
         first: int,
         accumulation: Sequence[int],
         max_norm: float,
@@ -78,10 +86,13 @@ class Moments:
     ) -> None:
         """Prepare for steps from number `first` on, which have the micro-batches of `accumulation`.
 
+        In each step the optimizer of the next of the `turns` steps.
         `ended` is called when a step has ended, with the moments in it and its number of micro-batches.
         """
         self._run, self._observer, self._search, self._ended = run, observer, search, ended
         self._first, self._accumulation, self._max_norm = first, accumulation, max_norm
+        self._turns, self._of_turns = turns, [frozenset[int]()]
+        """Turns, and the parameters, by id, whose optimizers step in each."""
         self._made: list[Optimizer] = []
         self._is_found = False
         self._calling = ExitStack()
@@ -113,6 +124,11 @@ class Moments:
     @property
     def _step(self) -> int:
         return self._first + self._taken
+
+    @property
+    def _of_turn(self) -> frozenset[int]:
+        """Parameters, by id, whose optimizers step in the present turn."""
+        return self._of_turns[self._taken % len(self._turns)]
 
     @property
     def _is_over(self) -> bool:
@@ -176,6 +192,15 @@ class Moments:
     def _find(self, model: nn.Module) -> None:
         self._calling.close()
         self._run.model, self._run.optimizer = model, optimizer_of(model, self._made)
+        held = {id(parameter) for parameter in parameters_of(self._run.optimizer)}
+        named = [(self._search.named(name), id(each)) for name, each in model.named_parameters()]
+        several = len(self._turns) > 1
+        self._of_turns = [
+            frozenset(each for name, each in named if turn.trains(name) and each in held)
+            if several
+            else frozenset(held)
+            for turn in self._turns
+        ]
         self._run.found()
         self._is_found = True
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
@@ -294,6 +319,7 @@ class Moments:
         self._in_step += 1
         if self._in_step > 1:
             return None
+        self._require_turn(optimizer)
         if callable(closure) and not self._count.backward_passes:
             args, kwargs = self._with_closure(closure, args, kwargs)
             return args, kwargs
@@ -325,6 +351,18 @@ class Moments:
             )
         return False
 
+    def _require_turn(self, optimizer: Optimizer) -> None:
+        """Raise SubjectMistake if the optimizer of another turn should step."""
+        if self._is_over or len(self._turns) == 1:
+            return
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        if not held & self._of_turn:
+            expected = self._turns[self._taken % len(self._turns)].module
+            raise SubjectMistake(
+                f"{type(optimizer).__name__} steps, which holds no parameter of {expected}, whose turn it is: declare "
+                "loss={MODULE: LOSS} in the order in which optimizers step, each once in a training step"
+            )
+
     def _with_closure(
         self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -347,6 +385,13 @@ class Moments:
         """Tell that the optimizer is about to change parameters."""
         if self._is_over:
             raise RunIsOver
+        if self._count.stepped and self._count.clipped_after == self._count.backward_passes:
+            return  # another optimizer of the same step
+        if self._count.stepped:
+            raise SubjectMistake(
+                "a backward pass was seen before all optimizers of the model have stepped: step each after it, or, if "
+                "each has a loss of its own, declare loss={MODULE: LOSS}, by the module that it trains, in their order"
+            )
         if not self._count.backward_passes:
             raise SubjectMistake(
                 "the optimizer steps, and no backward pass was seen since the last step: call loss.backward() in the "
@@ -354,7 +399,7 @@ class Moments:
             )
         if not self._is_last_backward:
             self.before_clip()
-        self._count.clipped = True
+        self._count.clipped, self._count.clipped_after = True, self._count.backward_passes
         self._observer.clipped(self._run.model, norm=self._norm(), step=self._step)
         self._tell("optimizer")
 
@@ -368,9 +413,13 @@ class Moments:
         if not self._in_step:
             return
         self._in_step -= 1
-        if not self._in_step and self._is_found:
+        if self._in_step or not self._is_found:
+            return
+        self._count.stepped |= {id(parameter) for parameter in parameters_of(optimizer)}
+        if self._count.stepped >= self._of_turn:
             self._tell("idle")
-            self._ended(self._count, self._accumulation[self._taken])
+            if len(self._turns) == 1:  # a turn may compute the model several times
+                self._ended(self._count, self._accumulation[self._taken])
             self._taken += 1
             self._count = Count()
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,16 +25,20 @@ from conformance.subjects.data import default_count
 from conformance.subjects.decorated import ParallelConfig, configured, require_declarable, sgd
 from conformance.subjects.expectation import SAVED_AFTER
 from conformance.subjects.feeding import Feed, Loader, RunIsOver
-from conformance.subjects.finding import ModelSearch, require_same_optimizer
+from conformance.subjects.finding import ModelSearch, require_same_optimizers
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
+from conformance.subjects.one_process import made_on
+from conformance.subjects.optimizers import MakeOptimizer, joined, made, members
 from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
+from conformance.subjects.turns import turn_of, turns_of
 
 Accumulation = Literal["any", "even", "none"]
 """Micro-batches that a loop can accumulate: other numbers in each step, the same in all steps, or one alone."""
 Processes = Literal["shared", "fresh"]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class LoopConfig(ParallelConfig):
     """Directory in which the loop must save model and optimizer when it has taken all steps, or None."""
     _feed: Feed
     _make_model: Callable[[], nn.Module]
-    _make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    _make_optimizer: MakeOptimizer
 
     def model(self) -> nn.Module:
         """Return the model of `model=`, with the initial weights of one process, or on the meta device.
@@ -65,11 +69,10 @@ class LoopConfig(ParallelConfig):
         A loop that makes its model in another way is judged, too, but for its initial weights.
         """
         torch.manual_seed(SEED)
-        with torch.device("meta" if self.on_meta else self.device):
-            return self._make_model()
+        return self._make_model()
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the optimizer of `optimizer=`."""
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Return the optimizer, or the list of optimizers, of `optimizer=`."""
         return self._make_optimizer(parameters)
 
     def device_mesh(self, **names: str) -> DeviceMesh:
@@ -107,7 +110,7 @@ class LoopSubject:
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Callable[[torch.Generator], Batch]
     count: Callable[[Batch], int]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], Any] | None
     max_norm: float | None
     meshes: Sequence[MeshName]
@@ -119,6 +122,9 @@ class LoopSubject:
     processes: Processes
     packages: Sequence[str]
     shims: Sequence[str] = field(default=())
+    turns: Mapping[str, "LoopSubject"] = field(default_factory=dict)
+    """Subjects with one loss and one optimizer each, by the module that these train; empty if all is trained at once.
+    """
 
     @property
     def name(self) -> str:
@@ -157,10 +163,11 @@ class LoopSubject:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer of the reference, whose schedule goes on with each step."""
-        optimizer = self.optimizer(parameters)
-        if self.scheduler is not None:
-            schedule = self.scheduler(optimizer)
-            optimizer.register_step_post_hook(lambda *_unused: schedule.step())
+        optimizer = made(self.optimizer, parameters)
+        for each in members(optimizer):
+            if self.scheduler is not None:
+                schedule = self.scheduler(each)
+                each.register_step_post_hook(lambda *_unused, schedule=schedule: schedule.step())
         return optimizer
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> "OwnLoopRun":
@@ -185,7 +192,11 @@ class OwnLoopRun:
         self.scale_in_clipping = 1.0
         """Factor by which a `GradScaler` had scaled the gradients that were clipped."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
+        self._turns = turns_of(subject)
+        self._own_model: nn.Module | None = None
+        """Model that the loop has been given; the suite finds it although the loop calls its parts alone."""
         self._names = _names_of(subject, cell)
+        self._expected_optimizer = _optimizer_of(subject, cell)
         self._load_from: Path | None = None
         self._own = tempfile.TemporaryDirectory()
         self._saved = Path(self._own.name)
@@ -207,20 +218,20 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
-        expected = self._subject.make_optimizer([nn.Parameter(torch.zeros(1))])
-        for _ in range(SAVED_AFTER if self._load_from else 0):
-            expected.step()  # which the schedule follows
-        require_same_optimizer(self.optimizer, expected, rank=dist.get_rank())
+        for _ in range(SAVED_AFTER // len(self._turns) if self._load_from else 0):
+            self._expected_optimizer.step()  # which the schedule follows
+        require_same_optimizers(self.optimizer, self._expected_optimizer, rank=dist.get_rank())
         self._observer.built()
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
         self._observer = observer
-        feed = Feed(steps, data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
+        feed = Feed(steps[:: len(self._turns)], data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
         moments = Moments(
             self,
             observer,
             ModelSearch(*self._names),
+            turns=self._turns,
             first=SAVED_AFTER if self._load_from else 0,
             accumulation=[len(micro_batches) for micro_batches in steps],
             max_norm=self._max_norm,
@@ -264,7 +275,13 @@ class OwnLoopRun:
 
     def _make_model(self) -> nn.Module:
         self.makes_own_model = False
-        return self._subject.model(tied=self._cell.tied)
+        make = partial(self._subject.model, tied=self._cell.tied)
+        self._own_model = made_on(self._device, make, on_meta=self._cell.init == "meta")
+        return self._own_model
+
+    def is_trained(self, name: str, step: int) -> bool:
+        """Return whether the optimizer that steps in a step of the run has a parameter."""
+        return turn_of(self._subject, step).trains(name)
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
         """Return the losses that the loop has told, and keep the norms."""
@@ -283,10 +300,10 @@ class OwnLoopRun:
 def own_loop(
     *,
     model: Callable[[], nn.Module],
-    loss: Callable[[nn.Module, Batch], Tensor],
+    loss: Loss | Mapping[str, Loss],
     batch: Callable[[torch.Generator], Batch],
     count: Callable[[Batch], int] = default_count,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
+    optimizer: MakeOptimizer | Mapping[str, MakeOptimizer] = sgd,
     scheduler: Callable[[Optimizer], Any] | None = None,
     max_norm: float | None = None,
     meshes: Sequence[MeshName] = ("dp2",),
@@ -311,12 +328,14 @@ def own_loop(
     Args:
         model: makes the model that one process trains, in fp32 and without dropout; a class will do.
         loss: function of model and batch that returns the sum of the losses of samples or tokens, a scalar: what one
-            process minimises is this sum over all ranks, divided by `count`.
+            process minimises is this sum over all ranks, divided by `count`. Where optimizers take turns, as in a GAN,
+            a mapping: each loss by the name of the module that it trains, in the order in which their optimizers step.
         batch: function of a `torch.Generator` that returns a micro-batch as the loop gets it: a tensor, or a dict, list
             or tuple of tensors, whose dimension 0 is the samples.
         count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
-        optimizer: makes the optimizer that the loop makes, for the reference.
-        scheduler: makes the schedule of learning rates that the loop steps once in each step, of the optimizer.
+        optimizer: makes the optimizer that the loop makes, for the reference; or a list of those that step together, as
+            of matrices and of other parameters. A mapping by module if those that take turns differ.
+        scheduler: makes the schedule of learning rates that the loop steps once in each step, of an optimizer.
         max_norm: limit to which the loop clips gradients; by default it must take `config.max_norm`. `math.inf` if it
             clips none.
         meshes: those that the loop can have, of `dp2`, `hsdp2x2` and `dp2-tp2`.
@@ -333,7 +352,15 @@ def own_loop(
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
-    require_declarable(meshes=meshes, precisions=precisions, model=model, loss=loss, batch=batch, count=count)
+    losses = loss if isinstance(loss, Mapping) else {"": loss}
+    optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(losses, optimizer)
+    if losses.keys() != optimizers.keys() or (len(losses) > 1 and resumes):
+        problem = "resumes=True with turns" if resumes else f"{[*losses]} in loss=, and {[*optimizers]} in optimizer="
+        raise SubjectMistake(
+            f"{problem}: give both for the same modules, and leave resumes= out where there are several"
+        )
+    for each in losses.values():
+        require_declarable(meshes=meshes, precisions=precisions, model=model, loss=each, batch=batch, count=count)
     for name, value, allowed in (
         ("accumulation", accumulation, get_args(Accumulation)),
         ("processes", processes, get_args(Processes)),
@@ -342,14 +369,14 @@ def own_loop(
             raise SubjectMistake(f"{name}={value!r}: give {' or '.join(map(repr, allowed))}")
 
     def declare(function: Callable[[LoopConfig], Any]) -> LoopSubject:
-        return LoopSubject(
+        one = LoopSubject(
             function=function,
             make_model=model,
             make_tied_model=tied_model,
-            loss=loss,
+            loss=next(iter(losses.values())),
             batch=batch,
             count=count,
-            optimizer=optimizer,
+            optimizer=next(iter(optimizers.values())),
             scheduler=scheduler,
             max_norm=max_norm,
             meshes=tuple(meshes),
@@ -362,15 +389,34 @@ def own_loop(
             packages=tuple(packages),
             shims=tuple(shims),
         )
+        if "" in losses:
+            return one
+        turns = {name: replace(one, loss=each, optimizer=optimizers[name]) for name, each in losses.items()}
+        return replace(one, turns=turns)
 
     return declare
 
 
 def _names_of(subject: LoopSubject, cell: SubjectCell) -> tuple[list[str], list[str]]:
     """Return the names of the parameters of the model of one process, and the other names of those that are tied."""
-    with torch.random.fork_rng(devices=[]):
-        model = subject.model(tied=cell.tied)
+    model = _model_of(subject, cell)
     return [name for name, _ in model.named_parameters()], [*aliases(model)]
+
+
+def _optimizer_of(subject: LoopSubject, cell: SubjectCell) -> Optimizer:
+    """Return the optimizer of the reference, of parameters without numbers."""
+    trained = [(name, each) for name, each in _model_of(subject, cell).named_parameters() if each.requires_grad]
+    empty = {name: nn.Parameter(torch.empty_like(each, device="meta")) for name, each in trained}
+    optimizers = [
+        turn.subject.make_optimizer([each for name, each in empty.items() if turn.trains(name)])
+        for turn in turns_of(subject)
+    ]
+    return joined(optimizers)
+
+
+def _model_of(subject: LoopSubject, cell: SubjectCell) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        return subject.model(tied=cell.tied)
 
 
 @contextmanager

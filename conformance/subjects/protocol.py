@@ -95,9 +95,13 @@ class Resumable(Protocol):
 class Subject(Protocol):
     """Way to train in parallel."""
 
-    name: str
-    shims: Sequence[str]
-    """Private names that were touched to make the subject run here; a report names them."""
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+
+    @property
+    def shims(self) -> Sequence[str]:
+        """Private names that were touched to make the subject run here; a report names them."""
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the packages that are judged."""

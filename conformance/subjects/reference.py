@@ -7,6 +7,7 @@ model's own error, and `laws` allow a parallel run a stated multiple of it.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from conformance.assertions import compare
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.numerics.split_products import SplitProducts
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.measuring import MATMULS_IN_FORWARD, learning_rates
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
+from conformance.subjects.turns import Turn, turns_of
 
 SEED = 0
 ORDERS = 4
@@ -46,6 +49,8 @@ class Trajectory:
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     learning_rates: list[list[float]] = field(default_factory=list)
+    by_products: list[list[str]] = field(default_factory=list)
+    """Parameters that get a gradient, by step, for which the optimizer of another turn steps."""
 
 
 def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
@@ -63,6 +68,11 @@ def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
     if wrong:
         raise SubjectMistake(f"{wrong[0]} of model() is on the meta device, or not in fp32: the reference needs both")
     return model
+
+
+def device_type(model: nn.Module) -> str:
+    """Return the type of the device on which a model computes."""
+    return next(model.parameters()).device.type
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -99,15 +109,24 @@ def train(
 ) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
+    In other orders an optimizer that multiplies matrices in 16 bits does so in two parts, see `split_products`.
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
-    optimizer = subject.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    turns = turns_of(subject)
+    optimizers = [
+        turn.subject.make_optimizer(
+            [p for name, p in model.named_parameters() if p.requires_grad and turn.trains(name)]
+        )
+        for turn in turns
+    ]
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
     for step in range(len(workload.accumulation)):
         batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=step)]
-        run.losses.append(_accumulate(subject, model, batches, order=order))
+        turn, optimizer = turns[step % len(turns)], optimizers[step % len(turns)]
+        run.losses.append(_accumulate(turn.subject, model, batches, order=order))
+        run.by_products.append(_by_products(model, turn))
         gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         run.gradients.append(gradients)
         run.norms.append(total_norm(gradients.values(), order=2.0))
@@ -116,10 +135,19 @@ def train(
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         run.learning_rates.append(learning_rates(optimizer))
-        optimizer.step()
-        optimizer.zero_grad()
+        with SplitProducts() if order else nullcontext():
+            optimizer.step()
+        model.zero_grad()
         run.parameters.append(_copies(model.named_parameters()))
     return run
+
+
+def _by_products(model: nn.Module, turn: Turn) -> list[str]:
+    """Return the parameters of other turns that got a gradient in a turn, and forget these gradients."""
+    found = [(name, p) for name, p in model.named_parameters() if p.grad is not None and not turn.trains(name)]
+    for _name, parameter in found:
+        parameter.grad = None
+    return [name for name, _parameter in found]
 
 
 def half_of(norm: float) -> float:
@@ -233,7 +261,7 @@ def bf16_gradients(
     for batch in batches:
         model = parameters_in_bf16(masters) if kind == "cast" else masters
         audit.phase("forward", step=0)
-        with tap, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        with tap, torch.autocast(device_type(model), torch.bfloat16, enabled=kind == "autocast"):
             loss = subject.loss(model, batch)
         audit.phase("backward", step=0)
         torch.autograd.backward(loss / total)

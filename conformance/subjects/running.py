@@ -1,7 +1,7 @@
 """Runs of a subject for one case: its reference in one process, and cells on all their ranks."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
@@ -12,18 +12,29 @@ import msgspec
 
 from conformance.outcomes import CellFailed, Failure, Unsupported
 from conformance.plan.cells import Cell
+from conformance.plan.matrix import TRAINER_CELLS
+from conformance.plan.substrates import REAL, Substrate
 from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
+from conformance.run.devices.hardware import device_type
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task
 from conformance.run.ranks.messages import RankReport
 from conformance.run.record import Header, RecordFile, read_failures, read_record, read_results, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
-from conformance.subjects.cells import SubjectCell, reference_cell, subject_cell
+from conformance.subjects.cells import DeviceType, SubjectCell, reference_cell, subject_cell
 from conformance.subjects.crashes import last_collectives, owners_place, owners_traceback
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
-from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
+from conformance.subjects.facts import (
+    DescribeJob,
+    Description,
+    ReferenceFacts,
+    ReferenceJob,
+    StepsJob,
+    SubjectFacts,
+    TrainJob,
+)
 from conformance.subjects.protocol import SubjectMistake
 from conformance.subjects.tasks import REFERENCE_FILE, WEIGHTS_FILE
 
@@ -35,6 +46,10 @@ _UNDER_TORCHRUN = {
     "GROUP_RANK": "0",
 }
 """Variables by which trainers recognise torchrun. Nobody connects to the address: the process group exists before."""
+_ONE_DEVICE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""Variables of torchrun for a rank to which CUDA shows its own device alone: as if each rank had its own host."""
+_ALONE: Mapping[DeviceType, Substrate] = {"cpu": "gloo", "sim": "sim", "cuda": "nccl"}
+"""Substrate of one process, by the type of its device."""
 _MISTAKE = SubjectMistake.__name__
 _NAMED_DEVICE = re.compile("cuda", re.IGNORECASE)
 """Messages of torch about a device that code has named, and that this machine does not have."""
@@ -57,8 +72,6 @@ class SubjectRuns:
             raise ValueError("the record store names no subject")
         self.store, self.subject, self._law = store, _target(store.subject), law
         self.clock = Clock()
-        simulated = store.hardware.simulated
-        self._is_simulated = simulated is not None and not simulated.lacks
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
         """Return the arguments that a law's test may have, by name, see `conformance.subjects.evidence`."""
@@ -68,18 +81,28 @@ class SubjectRuns:
 
     def description(self) -> Description:
         """Return the packages of the subject; raises CellFailed if it cannot be loaded."""
-        directory = self._alone("describe", Cell(), {"subject": self.subject})
-        return _first_result(directory, Description)
+        return self._description(TRAINER_CELLS, Cell())
 
     @cached_property
     def _described(self) -> Description:
         return self.description()
 
+    def _description(self, cells: Sequence[Cell], key: Cell) -> Description:
+        """Return the packages of the subject, and the cells of these that it refuses."""
+        devices = {cell.id: self._device(cell) for cell in cells}
+        directory = self._alone("describe", key, _payload(DescribeJob(subject=self.subject, devices=devices)))
+        return _first_result(directory, Description)
+
+    def _refusal(self, cell: Cell) -> str | None:
+        """Return why the subject refuses a cell, or None."""
+        described = self._described if cell in TRAINER_CELLS else self._description([cell], cell)
+        return described.refused.get(cell.id)
+
     def reference(self, cell: Cell) -> Reference:
         """Return the reference with which a cell is compared, which ranks without a defect have made."""
         base = reference_cell(cell)
         job = ReferenceJob(subject=self.subject, workload=self._options(cell).workload, directory="")
-        directory = self._alone("train_reference", base, _payload(job))
+        directory = self._alone("train_reference", base, _payload(job), of=cell)
         return _reference(directory)
 
     def under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
@@ -88,7 +111,10 @@ class SubjectRuns:
         Other devices have no schedules. Raises as `evidence` does.
         """
         return self._trained(
-            cell, self.reference(cell), schedule=schedule if self._is_simulated else "", is_repeated=is_repeated
+            cell,
+            self.reference(cell),
+            schedule=schedule if self._device(cell) == "sim" else "",
+            is_repeated=is_repeated,
         )
 
     def _told_under(self, cell: Cell, schedule: str, *, is_repeated: bool = False) -> SubjectRecord:
@@ -120,8 +146,7 @@ class SubjectRuns:
         Raises CellFailed if a rank does not finish. Raises Unsupported for a cell that the subject refuses, and after
         another cell has hung: each of the others would probably take all of its time, too.
         """
-        payload = _payload({"subject": self.subject, "cell": self._options(cell)})
-        (reason,) = read_results(self._alone("unsupported", cell, payload))
+        reason = self._refusal(cell)
         if reason is not None:
             raise Unsupported(reason)
         reference = self.reference(cell)
@@ -141,7 +166,7 @@ class SubjectRuns:
     ) -> SubjectRecord:
         task = "train_tapped_subject" if tapped else "train_subject"
         run = " ".join(filter(None, (task, schedule, "repeated" * is_repeated, f"seed {seed}" * bool(seed))))
-        header = self._header(run, cell, defect=self.store.defect)
+        header = self._header(run, cell, substrate=self._substrate(cell.world_size), defect=self.store.defect)
         self._require_nothing_hung(header)
         job = TrainJob(
             subject=self.subject,
@@ -185,26 +210,55 @@ class SubjectRuns:
 
     def kept_failure(self, cell: Cell) -> Failure | None:
         """Return the failure of a cell's run in this session; None if there was no run, or if it finished."""
-        directory = self.store.directory_of(self._header("train_subject", cell, defect=self.store.defect))
+        substrate = self._substrate(cell.world_size)
+        header = self._header("train_subject", cell, substrate=substrate, defect=self.store.defect)
+        directory = self.store.directory_of(header)
         record = read_record(directory)
         return record.failure if record else next(reversed(read_failures(directory)), None)
 
     def _options(self, cell: Cell) -> SubjectCell:
-        options = subject_cell(cell, device="sim" if self._is_simulated else "cpu")
-        if not self._described.accumulates_evenly:
-            return options
-        return msgspec.structs.replace(options, accumulation=(cell.accumulation,) * cell.steps)
+        return subject_cell(
+            cell, device=self._device(cell), evenly=self._described.accumulates_evenly, turns=self._described.turns
+        )
 
-    def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any], *, defect: str | None = None) -> Path:
-        header = self._header(function, cell, defect=defect, alone=True)
+    def _substrate(self, world_size: int) -> Substrate:
+        """Return the substrate on which a world runs."""
+        simulated = self.store.hardware.simulated
+        if simulated is not None and simulated.lacks:
+            return "gloo"
+        substrate = self.store.hardware.substrate(world_size, REAL)
+        assert substrate is not None, "gloo is everywhere"
+        return substrate
+
+    def _device(self, cell: Cell) -> DeviceType:
+        """Return the type of the device on which the ranks of a cell compute."""
+        return device_type(self._substrate(cell.world_size))
+
+    def _alone(
+        self,
+        function: str,
+        cell: Cell,
+        payload: Mapping[str, Any],
+        *,
+        defect: str | None = None,
+        of: Cell | None = None,
+    ) -> Path:
+        """Return the directory of one process, which computes on the type of device that a cell has.
+
+        The cell is `of`, or else the one that names the run.
+        """
+        device = self._device(of or cell)
+        header = self._header(function, cell, substrate=_ALONE[device], defect=defect, alone=True)
         return self._run(header, payload, world_size=1, kind=self.subject)
 
-    def _header(self, function: str, cell: Cell, *, defect: str | None, alone: bool = False) -> Header:
+    def _header(
+        self, function: str, cell: Cell, *, substrate: Substrate, defect: str | None, alone: bool = False
+    ) -> Header:
         return Header(
             cell=cell,
             session=self.store.session,
             torch=self.store.torch_version,
-            substrate="sim" if self._is_simulated else "gloo",
+            substrate=substrate,
             defect=defect,
             experiment=f"{_TASKS}:{function}",
             alone=alone,
@@ -215,11 +269,16 @@ class SubjectRuns:
         """Return the directory of a run, in which its ranks leave their files; raises CellFailed if one fails."""
 
         def execute(directory: Path) -> RecordFile:
-            task = Task(header.experiment.partition(" ")[0], {**payload, "directory": str(directory)}, kind=kind)
+            task = Task(
+                header.experiment.partition(" ")[0],
+                {**payload, "directory": str(directory)},
+                kind=kind,
+                accelerated=device_type(header.substrate) == "cuda",
+            )
             try:
                 results = self._results(task, header, world_size=world_size)
             except RunFailed as failed:
-                failure = _failure(failed, directory, remedy=_NAMED_DEVICE_REMEDY if self._is_simulated else "")
+                failure = _failure(failed, directory, remedy=_NAMED_DEVICE_REMEDY if header.substrate == "sim" else "")
                 if failure.kind == "timeout" and header.defect is None:
                     self._hung.parent.mkdir(exist_ok=True)
                     self._hung.write_text(header.cell.id)
@@ -233,6 +292,7 @@ class SubjectRuns:
     def _results(self, task: Task, header: Header, *, world_size: int) -> list[Any]:
         """Return the results of a task's ranks; a trainer that raises in used processes is tried in fresh ones."""
         environment = {**self.store.hardware.environment(header.substrate), **_UNDER_TORCHRUN}
+        environment |= _ONE_DEVICE if task.accelerated else {}
 
         def run(task: Task) -> list[Any]:
             left_s = self.store.left_s(self.clock)
@@ -339,7 +399,7 @@ def _first_result(directory: Path, type_: type[_Result]) -> _Result:
     return msgspec.convert(read_results(directory)[0], type_)
 
 
-def _payload(job: ReferenceJob | StepsJob | TrainJob | dict[str, object]) -> dict[str, Any]:
+def _payload(job: DescribeJob | ReferenceJob | StepsJob | TrainJob) -> dict[str, Any]:
     """Return a job in the types that a task's payload may have: lists in place of tuples.
 
     JSON would turn NaN and infinity, which a norm may be, into null.

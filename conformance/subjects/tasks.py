@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from conformance.defects.catalogue import injected
 from conformance.experiments.context import device_of, start_process_group
+from conformance.instruments import accelerators
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.gradient_sync import GRADIENT_SYNC
@@ -23,21 +24,31 @@ from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
+from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import AcceleratorLog
 from conformance.subjects.activations import activation_memory
-from conformance.subjects.cells import SubjectCell, Workload, subject_cell
+from conformance.subjects.cells import Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
 from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
-from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, StepsJob, SubjectFacts, TrainJob
+from conformance.subjects.facts import (
+    DescribeJob,
+    Description,
+    ReferenceFacts,
+    ReferenceJob,
+    StepsJob,
+    SubjectFacts,
+    TrainJob,
+)
 from conformance.subjects.formulas import write_terms
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.memory_log import BLOCK_BYTES, MemoryLog
+from conformance.subjects.one_process import on_device
 from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
     Batch,
@@ -52,6 +63,7 @@ from conformance.subjects.protocol import (
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
 from conformance.subjects.shims import used_shims
+from conformance.subjects.turns import turns_of
 from reference_trainer.mesh import destroy_process_group
 
 REFERENCE_FILE = "reference.safetensors"
@@ -61,33 +73,53 @@ WEIGHTS_FILE = "weights.safetensors"
 
 
 def describe(context: RankContext, payload: dict[str, Any]) -> Any:
-    """Return the Description of the subject that `payload["subject"]` names."""
-    subject = _loaded(context, payload["subject"])
+    """Return the Description of the subject that a DescribeJob names."""
+    job = msgspec.convert(payload, DescribeJob)
+    subject = _loaded(context, job.subject)
+    evenly, turns = getattr(subject, "accumulation", "any") == "even", len(turns_of(subject))
+    refusals = {
+        name: subject.unsupported(subject_cell(cell_from_id(name), device=device, evenly=evenly, turns=turns))
+        for name, device in job.devices.items()
+    }
     description = Description(
         versions=dict(subject.versions()),
         shims=[*subject.shims, *used_shims()],
         needs_fresh_processes=getattr(subject, "processes", "shared") == "fresh",
-        accumulates_evenly=getattr(subject, "accumulation", "any") == "even",
+        accumulates_evenly=evenly,
+        turns=turns,
+        refused={name: reason for name, reason in refusals.items() if reason is not None},
     )
     return msgspec.to_builtins(description)
 
 
-def unsupported(context: RankContext, payload: dict[str, Any]) -> str | None:
-    """Return why the subject that `payload["subject"]` names cannot run the cell of the payload, or None."""
-    return _loaded(context, payload["subject"]).unsupported(msgspec.convert(payload["cell"], SubjectCell))
-
-
 def _loaded(context: RankContext, name: str) -> Subject:
     """Return a subject whose module finds the session's accelerator when it is imported."""
-    device_of(context)
+    _tolerant(device_of(context))
     return load_subject(name)
+
+
+def _in_one_process(context: RankContext, name: str) -> Subject:
+    """Return a subject whose model one process computes on the type of device that ranks have."""
+    device = device_of(context)
+    return on_device(_loaded(context, name), device)
+
+
+def _tolerant(device: torch.device) -> torch.device:
+    """Return a device on which kernels without a deterministic form may be used, too.
+
+    Trainers of others may need them. Their order of sums varies, as that of the reference, whose own errors are
+    measured on the same device.
+    """
+    if device.type == "cuda":
+        torch.set_deterministic_debug_mode("warn")
+    return device
 
 
 def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject's model in one process; returns ReferenceFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, ReferenceJob)
     device = device_of(context)
-    subject = load_subject(job.subject)
+    subject = _in_one_process(context, job.subject)
     exact, why_not_fp64 = _most_accurate(subject, job.workload)
     max_norm = _limit(subject, exact)
     orders = range(reference.ORDERS)
@@ -96,14 +128,16 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
     dtype = torch.float32 if why_not_fp64 else torch.float64
-    reference.require_proportional(subject, job.workload, dtype=dtype)
-    notes = require_sum(subject, job.workload, dtype=dtype)
+    turns = [turn.subject for turn in turns_of(subject)]
+    for each in turns:
+        reference.require_proportional(each, job.workload, dtype=dtype)
+    notes = [note for each in turns for note in require_sum(each, job.workload, dtype=dtype)]
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
     in_bf16 = _trains_in_bf16(subject)
-    bf16, matmuls = _bf16(subject, job.workload, exact) if in_bf16 else (None, [])
+    bf16, matmuls = _bf16(turns[0], job.workload, exact) if in_bf16 else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -133,6 +167,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         activations=activation_memory(subject, job.workload, device, precision="fp32"),
         bf16_activations=activation_memory(subject, job.workload, device, precision="bf16") if in_bf16 else [],
         varies=_varies(subject, job.workload),
+        turns=len(turns),
+        by_products=exact.by_products,
         notes=notes,
     )
     return msgspec.to_builtins(facts)
@@ -158,17 +194,18 @@ def train_tapped_subject(context: RankContext, payload: dict[str, Any]) -> Any:
 def compute_steps(context: RankContext, payload: dict[str, Any]) -> None:
     """Compute each step of a run in one process, and write it into the job's directory; see `expectation`."""
     job = msgspec.convert(payload, StepsJob)
-    write_expected_steps(_loaded(context, job.subject), job)
+    write_expected_steps(_in_one_process(context, job.subject), job)
 
 
 def compute_terms(context: RankContext, payload: dict[str, Any]) -> None:
     """Compute the gradients of each micro-batch in one process, and write them into the directory; see `formulas`."""
     job = msgspec.convert(payload, StepsJob)
-    write_terms(_loaded(context, job.subject), job)
+    write_terms(_in_one_process(context, job.subject), job)
 
 
 def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Writers | None = None) -> SubjectFacts:
-    device = start_process_group(context)
+    device = _tolerant(start_process_group(context))
+    accelerators.allocate_workspaces(device)
     build = partial(_built, subject, job, device)
     accelerator = None
     if device.type == simulated.NAME:
@@ -280,7 +317,8 @@ def _all_steps(
 def _batches(subject: Subject, job: TrainJob, run: Built) -> list[list[Batch]]:
     """Return the micro-batches of each step on this rank."""
     workload = job.cell.workload
-    steps = [0 if job.is_repeated else step for step in range(len(workload.accumulation))]
+    turns = len(turns_of(subject))
+    steps = [step % turns if job.is_repeated else step for step in range(len(workload.accumulation))]
     return [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
 
 
@@ -389,7 +427,7 @@ def _write(directory: Path, exact: Trajectory, single: Trajectory) -> None:
 
 
 def _contiguous(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in named.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in named.items()}
 
 
 def _relative(measured: list[float], exact: list[float]) -> float:

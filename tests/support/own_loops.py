@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
@@ -297,6 +297,35 @@ class TwoOptimizers(Trainer):
         self.others = [sgd(self.model.head.parameters())]
 
 
+def muon_and_adamw(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        by_kind[parameter.ndim == 2].append(parameter)
+    return [Muon(by_kind[True], lr=0.02), AdamW(by_kind[False], lr=1e-3)]
+
+
+class MatricesApart(Trainer):
+    """Trainer with one optimizer for matrices and another one for the rest, which step one after the other."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self.max_norm = config.max_norm
+        self.model = sharded(config.model())
+        self.optimizers = muon_and_adamw(self.model.parameters())
+
+    def update(self) -> None:
+        for each in self.optimizers:
+            each.step()
+        self.model.zero_grad()
+
+
+class OneOfTwoForgotten(MatricesApart):
+    """Trainer that steps the optimizer of matrices twice, and the other one never."""
+
+    def update(self) -> None:
+        self.optimizers[0].step()
+        self.model.zero_grad()
+
+
 class NeverCalled(Trainer):
     def loss(self, batch: Batch) -> Tensor:
         return self.model.head.weight.full_tensor().sum()  # type: ignore[no-any-return]
@@ -346,5 +375,6 @@ clipped_while_scaled, changed_between_steps = loop(ClippedWhileScaled), loop(Cha
 local_clip, sync_never, gradients_kept = loop(LocalClip), loop(SyncNever), loop(GradientsKept)
 own_count, optimizer_first, schedule_forgotten = loop(OwnCount), loop(OptimizerFirst), loop(Scheduled)
 steps_in_backward, adversarial, two_optimizers = loop(StepsInBackward), loop(Adversarial), loop(TwoOptimizers)
+matrices_apart, one_of_two = (loop(each, optimizer=muon_and_adamw) for each in (MatricesApart, OneOfTwoForgotten))
 never_called, other_optimizer = loop(NeverCalled), loop(Trainer, optimizer=adamw)
 own_groups, own_groups_declared = loop(OwnGroups), loop(OwnGroups, processes="fresh")

@@ -7,7 +7,6 @@ of the CPU are seen from the operator that returns them to their end; memory ins
 from conformance.assertions import compare
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
-from conformance.plan.substrates import WITHOUT_DEVICES
 from conformance.subjects.evidence import Evidence, Under
 from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks, SubjectFacts
 from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, rooms
@@ -22,7 +21,6 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     where="world > 1",
     gaps=["streams-alike"],
     reference=FULLY_SHARD,
-    substrates=WITHOUT_DEVICES,
 )
 def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
     """Besides the state of training (shards, buffers, gradients, the optimizer's state) a device MUST hold no more than
@@ -72,7 +70,6 @@ def _forward_bytes(memory: AllocatorFacts, step: int) -> int:
     like="MEM-3",
     where="world > 1 and saved_on = none",  # a run that is built again holds two models for a moment
     reference=FULLY_SHARD,
-    substrates=WITHOUT_DEVICES,
 )
 def test_each_phase_needs_what_its_groups_need(evidence: Evidence) -> None:
     """At its peak, and when it begins, each phase of a step MUST add to the memory held before the step no more than
@@ -106,7 +103,6 @@ def test_each_phase_needs_what_its_groups_need(evidence: Evidence) -> None:
     where="world > 1",
     gaps=["streams-alike"],
     reference=FULLY_SHARD,
-    substrates=WITHOUT_DEVICES,
 )
 def test_steps_need_the_same_memory(evidence: Evidence, under: Under) -> None:
     """A step that repeats another one (the same micro-batches and weights) MUST have no higher peak in any phase, and
@@ -118,18 +114,19 @@ def test_steps_need_the_same_memory(evidence: Evidence, under: Under) -> None:
     each byte more is one that an earlier step has left; only numbers may be kept. On the CPU peaks also vary by what
     gloo's threads have not released yet.
     """
+    turns = evidence.reference.facts.turns
     for facts in under("lazy", is_repeated=True).ranks:
         memory = memory_of(facts)
         held = {each.step: each.requested_bytes for each in memory.held}
         room = NUMBERS_BYTES + in_flight_bytes(evidence, facts)
         for peak in memory.peaks:
-            earlier = next((each for each in memory.peaks if _is(each, peak.step - 1, peak.phase)), None)
-            if peak.step >= 2 and earlier is not None:
+            earlier = next((each for each in memory.peaks if _is(each, peak.step - turns, peak.phase)), None)
+            if peak.step >= 2 * turns and earlier is not None:
                 grown, where = peak.requested_bytes - earlier.requested_bytes, f"rank {facts.rank}, step {peak.step}"
                 _expect_at_most(grown, room, f"growth of the peak of {peak.phase}", where)
                 report(f"peak of {peak.phase}, {where}", peak.requested_bytes, kind="memory", unit="bytes")
-        for step in range(2, max(held) + 1):
-            _expect_at_most(held[step] - held[step - 1], NUMBERS_BYTES, "left by a step", f"rank {facts.rank}")
+        for step in range(2 * turns, max(held) + 1):
+            _expect_at_most(held[step] - held[step - turns], NUMBERS_BYTES, "left by a step", f"rank {facts.rank}")
 
 
 def memory_of(facts: SubjectFacts) -> AllocatorFacts:

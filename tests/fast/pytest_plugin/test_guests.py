@@ -14,6 +14,7 @@ from reference_trainer.checks import UsageError
         "from conformance.subjects import subject\n@subject()\ndef f(): pass\n@subject()\ndef g(): pass\n",
         "from conformance.subjects import subject as s\n@s()\ndef f(): pass\n@s()\ndef g(): pass\n",
         "from conformance import subjects\n@subjects.subject()\ndef f(): pass\n@subjects.subject()\ndef g(): pass\n",
+        "from conformance.subjects import own_loop\n@own_loop()\ndef f(): pass\n@own_loop()\ndef g(): pass\n",
     ],
 )
 def test_decorated_functions_are_found_by_any_name_of_the_decorator(tmp_path: Path, text: str) -> None:

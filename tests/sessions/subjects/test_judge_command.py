@@ -114,6 +114,12 @@ def test_a_trainer_that_cannot_be_judged_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (4, "ERROR: rank 0 raised KeyError: 'settings' (broken.py:2)\n\n")
 
 
+def test_cuda_without_a_device_is_one_line(tmp_path: Path) -> None:
+    done = judge(tmp_path, RIGHT, "--accelerator", "cuda")
+    expected = "ERROR: --accelerator cuda: no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES\n\n"
+    assert (done.returncode, done.stderr) == (4, expected)
+
+
 def test_options_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         assert main(["judge", *arguments]) == 4
