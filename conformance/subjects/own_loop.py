@@ -118,6 +118,7 @@ class LoopSubject:
     accumulation: Accumulation
     processes: Processes
     packages: Sequence[str]
+    refuses: Callable[[SubjectCell], str | None]
     shims: Sequence[str] = field(default=())
 
     @property
@@ -134,7 +135,9 @@ class LoopSubject:
         return {"torch": str(torch.__version__), **{package: version(package) for package in self.packages}}
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the declaration that a cell needs and the decorator lacks, or None."""
+        """Return the author's reason, or the declaration that a cell needs and the decorator lacks, or None."""
+        if reason := self.refuses(cell):
+            return reason
         if cell.mesh not in self.meshes:
             return f"this subject does not declare meshes=[..., {cell.mesh!r}]"
         if cell.precision not in self.precisions:
@@ -294,6 +297,7 @@ def own_loop(
     accumulation: Accumulation = "any",
     processes: Processes = "shared",
     packages: Sequence[str] = (),
+    refuses: Callable[[SubjectCell], str | None] = lambda _cell: None,
     shims: Sequence[str] = (),
 ) -> Callable[[Callable[[LoopConfig], Any]], LoopSubject]:
     """Make a subject of `train(config)`, which trains by the owner's own code, for `conformance judge MODULE:train`.
@@ -325,6 +329,7 @@ def own_loop(
             same `config.accumulation` in all steps, or `none`.
         processes: `fresh` if the trainer leaves something in a process that another run cannot have.
         packages: names of installed packages whose versions the report shows.
+        refuses: returns why the trainer cannot run a cell that is declared, for the report, or None.
         shims: private names that were touched to make the trainer run here.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
@@ -356,6 +361,7 @@ def own_loop(
             accumulation=accumulation,
             processes=processes,
             packages=tuple(packages),
+            refuses=refuses,
             shims=tuple(shims),
         )
 
