@@ -115,7 +115,8 @@ def train(config: LoopConfig, *, after_block: Callable[[nn.Module], None]) -> It
 
 def total(fabric: LightningFabric, number: float | Tensor) -> Tensor:
     """Return the sum of a number over all ranks, those that have the same data included, in fp64."""
-    return fabric.all_reduce(torch.as_tensor(number, dtype=torch.float64), reduce_op="sum")
+    summed: Tensor = fabric.all_reduce(torch.as_tensor(number, dtype=torch.float64), reduce_op="sum")
+    return summed
 
 
 def sharded(model: Any, mesh: DeviceMesh, *, config: LoopConfig) -> nn.Module:
