@@ -121,6 +121,7 @@ class LoopSubject:
     accumulation: Accumulation
     processes: Processes
     packages: Sequence[str]
+    refuses: Callable[[SubjectCell], str | None]
     shims: Sequence[str] = field(default=())
     turns: Mapping[str, "LoopSubject"] = field(default_factory=dict)
     """Subjects with one loss and one optimizer each, by the module that these train; empty if all is trained at once.
@@ -140,7 +141,9 @@ class LoopSubject:
         return versions_of((self.function, self.make_model, self.loss, self.optimizer), packages=self.packages)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the declaration that a cell needs and the decorator lacks, or None."""
+        """Return the author's reason, or the declaration that a cell needs and the decorator lacks, or None."""
+        if reason := self.refuses(cell):
+            return reason
         if cell.mesh not in self.meshes:
             return f"this subject does not declare meshes=[..., {cell.mesh!r}]"
         if cell.precision not in self.precisions:
@@ -315,6 +318,7 @@ def own_loop(
     accumulation: Accumulation = "any",
     processes: Processes = "shared",
     packages: Sequence[str] = (),
+    refuses: Callable[[SubjectCell], str | None] = lambda _cell: None,
     shims: Sequence[str] = (),
 ) -> Callable[[Callable[[LoopConfig], Any]], LoopSubject]:
     """Make a subject of `train(config)`, which trains by the owner's own code, for `conformance judge MODULE:train`.
@@ -348,6 +352,7 @@ def own_loop(
             same `config.accumulation` in all steps, or `none`.
         processes: `fresh` if the trainer leaves something in a process that another run cannot have.
         packages: installed packages whose versions the report shows beside those that the functions name.
+        refuses: returns why the trainer cannot run a cell that is declared, for the report, or None.
         shims: private names that were touched to make the trainer run here.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
@@ -387,6 +392,7 @@ def own_loop(
             accumulation=accumulation,
             processes=processes,
             packages=tuple(packages),
+            refuses=refuses,
             shims=tuple(shims),
         )
         if "" in losses:

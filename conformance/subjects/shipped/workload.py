@@ -75,6 +75,11 @@ def tokens_and_labels(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels.contiguous()}
 
 
+def decoder_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed loss of a model that takes tokens and returns logits."""
+    return token_loss(model(batch["input_ids"]), batch["labels"])
+
+
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the summed cross entropy of the labels that count."""
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
@@ -112,7 +117,7 @@ class OfDecoder:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed loss."""
-        return token_loss(model(batch["input_ids"]), batch["labels"])
+        return decoder_loss(model, batch)
 
     def count(self, batch: Batch) -> int:
         """Return the number of labels that count."""
