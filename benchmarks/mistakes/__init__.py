@@ -1,13 +1,14 @@
-"""Classic mistakes in small trainers of six kinds, with the first cause that a report must name in its owner's words.
+"""Mistakes in small trainers, with the first cause that a report must name in its owner's words.
 
-`mistakes.yaml` has them, each an edit of a file in `trainers`; `__main__` judges them. `correct` has trainers without
-mistakes, which no test uses.
+A set is a folder: `subjects.yaml` names its trainers, and `mistakes.yaml` has mistakes, each an edit of one of them.
+`__main__` judges a set: this folder, with forty classic mistakes, or `unseen`, which was written before any run. The
+trainers themselves are correct, and no test uses those of `correct` and `unseen`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -15,17 +16,6 @@ from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import convert, load
 
 FOLDER = Path(__file__).parent
-FILE = FOLDER / "mistakes.yaml"
-TRAINERS = FOLDER / "trainers"
-SUBJECTS: Mapping[str, str] = {
-    "llm_tp": "parallelize",
-    "vision": "parallelize",
-    "pretrain": "Pretraining",
-    "moe": "Recipe",
-    "script": "train",
-    "diffusion": "parallelize",
-}
-"""Subject in the file of each trainer."""
 Outcome = Literal["fail", "crash", "hang", "refused"]
 
 
@@ -55,12 +45,11 @@ class Mistake(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     changed: str = ""
     """Reason for which the row was changed after a run."""
 
-    def source(self) -> str:
-        """Return the source of the trainer with the mistake.
+    def patched(self, text: str) -> str:
+        """Return the source of the trainer, given as text, with the mistake.
 
         Raises UsageError if a text does not occur once.
         """
-        text = (TRAINERS / f"{self.trainer}.py").read_text()
         for edit in self.edits:
             if text.count(edit.old) != 1:
                 raise UsageError(f"{self.trainer}.py has this {text.count(edit.old)} times and not once: {edit.old}")
@@ -72,6 +61,33 @@ class Mistake(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return all(re.search(word, text, re.IGNORECASE | re.DOTALL) for word in self.words)
 
 
-def mistakes() -> dict[str, Mistake]:
-    """Return the mistakes by id."""
-    return convert(load(FILE), dict[str, Mistake])
+class Subject(NamedTuple):
+    """Trainer of a set."""
+
+    file: Path
+    name: str
+    """Name of the subject in the file."""
+
+
+class MistakeSet:
+    """Folder of trainers, with mistakes in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+
+    @property
+    def mistakes(self) -> dict[str, Mistake]:
+        """Mistakes by id."""
+        return convert(load(self.folder / "mistakes.yaml"), dict[str, Mistake])
+
+    @property
+    def subjects(self) -> Mapping[str, Subject]:
+        """Trainers by the name of their file, in the order of subjects.yaml.
+
+        Raises UsageError if there are files without a row, or rows without a file.
+        """
+        names = convert(load(self.folder / "subjects.yaml"), dict[str, str])
+        files = {file.stem: file for kind in ("trainers", "correct") for file in (self.folder / kind).glob("[a-z]*.py")}
+        if names.keys() != files.keys():
+            raise UsageError(f"subjects.yaml and files differ: {', '.join(sorted(names.keys() ^ files.keys()))}")
+        return {name: Subject(files[name], subject) for name, subject in names.items()}

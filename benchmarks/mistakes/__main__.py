@@ -1,9 +1,9 @@
-"""Table of classic mistakes and their named causes: `python -m benchmarks.mistakes OUT [--write] [ID ...]`.
+"""Verdicts on a set of mistakes: `python -m benchmarks.mistakes OUT [--set FOLDER] [--write RUN] [ID ...]`.
 
-Each mistake of mistakes.yaml is put into its trainer, which `conformance judge` judges as its owner would; the first
-cause in report.json is compared with the one that was written down before. Afterwards trainers without mistakes are
-judged, those of `trainers` and of `correct`. OUT keeps reports and rows, so that an interrupted run goes on. `--write`
-also writes docs/mistakes.md, which needs all rows.
+Each mistake of the set is put into its trainer, which `conformance judge` judges as its owner would; the first cause in
+report.json is compared with the one that was written down before. Afterwards the trainers are judged without mistakes.
+OUT keeps reports and rows, so that an interrupted run goes on. `--write` needs all rows: it keeps them in the set as
+those of a run, which runs.yaml describes, and writes the set's block of docs/mistakes.md with all its runs.
 """
 
 import argparse
@@ -11,30 +11,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.mistakes import FOLDER, SUBJECTS, TRAINERS, Mistake, Outcome, mistakes
-from benchmarks.mistakes.why import WHY
+from benchmarks.mistakes import FOLDER, Mistake, MistakeSet, Outcome, Subject
+from conformance.cli.blocks import write_block
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
 from conformance.report.causes import Cause
 from conformance.report.schema import Report
 from reference_trainer.checks import UsageError
+from reference_trainer.strict_yaml import convert, load
 
 PAGE = PROJECT / "docs" / "mistakes.md"
-CORRECT = {
-    **{file.stem: "parallelize" for file in (FOLDER / "correct").glob("[a-z]*.py")},
-    "encoder_decoder": "Translation",
-    "ssm_scan": "StateSpace",
-    "multitask": "train",
-    "diffusion_ema": "train",
-}
-"""Subject in each file of `correct`."""
 _CONFORMANT, _NOT_CONFORMANT, _REFUSED = 0, 1, 4
 
 
@@ -119,11 +112,27 @@ def judged(subject: str, directory: Path, *options: str) -> Judged:
     return Judged(ended.returncode, output, report, seconds)
 
 
-def row_of(name: str, mistake: Mistake, directory: Path) -> Row:
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run of a set, of which the rows are kept: an entry of runs.yaml."""
+
+    title: str
+    about: str
+    why: dict[str, str] = {}
+    """Reasons of the rows that are not right, by name."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Results of a run."""
+
+    mistakes: list[Row]
+    correct: list[Row]
+
+
+def row_of(name: str, mistake: Mistake, trainer: Subject, directory: Path) -> Row:
     """Judge a trainer with a mistake on the cells that can show it."""
-    file = directory / f"{mistake.trainer}.py"
-    file.write_text(mistake.source())
-    subject = f"{file.resolve()}:{SUBJECTS[mistake.trainer]}"
+    file = directory / trainer.file.name
+    file.write_text(mistake.patched(trainer.file.read_text()))
+    subject = f"{file.resolve()}:{trainer.name}"
     session = judged(subject, directory, "--cells", mistake.cells, "--no-faults", f"--limit={mistake.limit_s}")
     cause, text = session.cause, session.text
     traceback = cause.traceback if cause else ""
@@ -144,9 +153,9 @@ def row_of(name: str, mistake: Mistake, directory: Path) -> Row:
     )
 
 
-def row_of_correct(name: str, subject: str, directory: Path) -> Row:
+def row_of_correct(name: str, trainer: Subject, directory: Path) -> Row:
     """Judge a trainer without a mistake on all cells, faults included."""
-    session = judged(subject, directory)
+    session = judged(f"{trainer.file}:{trainer.name}", directory)
     return Row(
         name=name,
         is_caught=session.status != _CONFORMANT,
@@ -159,45 +168,55 @@ def row_of_correct(name: str, subject: str, directory: Path) -> Row:
     )
 
 
-def as_markdown(rows: Sequence[Row], correct: Sequence[Row]) -> str:
-    """Return the page: mistakes with the first cause that is named, and trainers without mistakes."""
-    known = mistakes()
-    caught, right = (sum(getattr(row, field) for row in rows) for field in ("is_caught", "is_right"))
+def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake]) -> str:
+    """Return the section of a run: mistakes with the first cause that is named, and trainers without mistakes."""
+    caught, right = (sum(getattr(row, field) for row in rows.mistakes) for field in ("is_caught", "is_right"))
     table = [
         [
             row.name,
             known[row.name].trainer,
             _plain(known[row.name].what),
             "yes" if row.is_caught else "**no**",
-            "yes" if row.is_right else f"**no**: {WHY.get(row.name, '?')}",
+            "yes" if row.is_right else f"**no**: {run.why.get(row.name, '?')}",
             _plain(row.text),
         ]
-        for row in rows
+        for row in rows.mistakes
     ]
     conformant = [
-        [row.name, "conformant" if row.is_right else f"**not**: {WHY.get(row.name, '?')} {_plain(row.text)}"]
-        for row in correct
+        [row.name, "conformant" if row.is_right else f"**not**: {run.why.get(row.name, '?')} {_plain(row.text)}"]
+        for row in rows.correct
     ]
     headers = ["id", "trainer", "mistake", "caught", "right first cause", "first cause as told"]
-    return (
-        "\n\n".join(
-            [
-                "# Classic mistakes, and trainers without any",
-                "Written by `python -m benchmarks.mistakes OUT --write`. Each mistake is an edit of one of six small "
-                "trainers (`benchmarks/mistakes/trainers`), which `conformance judge` judges on one cell. The first "
-                "cause was written down before any result existed: laws that fail, and words that its text must have. "
-                "A row that was changed later has its reason; the suite was mended with the rows known. A text that "
-                "tells a consequence first counts as wrong.",
-                f"{caught} of {len(rows)} mistakes are caught, {right} with the right first cause.",
-                tabulate(table, headers=headers, tablefmt="github"),
-                "## Trainers without mistakes",
-                f"{sum(row.is_right for row in correct)} of {len(correct)} are conformant: the six, and those of "
-                "`benchmarks/mistakes/correct`, which no test uses.",
-                tabulate(conformant, headers=["trainer", "verdict"], tablefmt="github"),
-            ]
-        )
-        + "\n"
+    return "\n\n".join(
+        [
+            f"### {run.title}",
+            run.about,
+            f"{caught} of {len(rows.mistakes)} mistakes are caught, {right} with the right first cause.",
+            tabulate(table, headers=headers, tablefmt="github"),
+            f"{sum(row.is_right for row in rows.correct)} of {len(rows.correct)} trainers without mistakes are "
+            "conformant.",
+            tabulate(conformant, headers=["trainer", "verdict"], tablefmt="github"),
+        ]
     )
+
+
+def write(name: str, rows: Rows, chosen: MistakeSet) -> None:
+    """Keep the rows of a run in its set, and write the set's block of the page with all its runs.
+
+    Raises UsageError if runs.yaml does not describe the run.
+    """
+    runs = convert(load(chosen.folder / "runs.yaml"), dict[str, Run])
+    if name not in runs:
+        raise UsageError(f"{chosen.folder / 'runs.yaml'} does not describe the run {name}")
+    kept = chosen.folder / "runs"
+    kept.mkdir(exist_ok=True)
+    (kept / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+    sections = [
+        as_markdown(run, msgspec.json.decode((kept / f"{known}.json").read_bytes(), type=Rows), chosen.mistakes)
+        for known, run in runs.items()
+        if (kept / f"{known}.json").exists()
+    ]
+    write_block(PAGE, chosen.folder.name, "\n\n".join(sections))
 
 
 def _plain(text: str) -> str:
@@ -205,36 +224,35 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")[:400]
 
 
-def subjects_without_mistakes() -> dict[str, str]:
-    """Return subjects by the names of their files."""
-    own = {name: f"{TRAINERS / name}.py:{subject}" for name, subject in SUBJECTS.items()}
-    return own | {name: f"{FOLDER / 'correct' / name}.py:{subject}" for name, subject in CORRECT.items()}
-
-
 def main() -> None:
-    """Judge all trainers, print one line for each, and leave the rows."""
+    """Judge all trainers of a set, print one line for each, and leave the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mistakes", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("id", nargs="*", help="only these, again")
-    parser.add_argument("--write", action="store_true", help="also write docs/mistakes.md")
+    parser.add_argument("--set", type=Path, default=FOLDER, help="folder of the set", metavar="FOLDER")
+    parser.add_argument("--write", metavar="RUN", help="also write docs/mistakes.md")
     options = parser.parse_args()
-    known, correct = mistakes(), subjects_without_mistakes()
-    if unknown := {*options.id} - known.keys() - correct.keys():
+    chosen = MistakeSet(options.set)
+    known, trainers = chosen.mistakes, chosen.subjects
+    if unknown := {*options.id} - known.keys() - trainers.keys():
         raise UsageError(f"unknown: {', '.join(sorted(unknown))}")
-    for name in options.id or [*known, *correct]:
+    for name in options.id or [*known, *trainers]:
         directory = options.out / name
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "row.json").exists() and not options.id:
             continue
-        row = row_of(name, known[name], directory) if name in known else row_of_correct(name, correct[name], directory)
+        if name in known:
+            row = row_of(name, known[name], trainers[known[name].trainer], directory)
+        else:
+            row = row_of_correct(name, trainers[name], directory)
         (directory / "row.json").write_bytes(msgspec.json.encode(row))
         print(
             f"{'right' if row.is_right else 'WRONG'} {name}: {row.outcome} {row.first_law}: {row.text[:300]}",
             flush=True,
         )
     if options.write:
-        rows = [_kept(options.out, name) for name in known]
-        PAGE.write_text(as_markdown(rows, [_kept(options.out, name) for name in correct]))
+        rows = Rows(*([_kept(options.out, name) for name in names] for names in (known, trainers)))
+        write(options.write, rows, chosen)
 
 
 def _kept(out: Path, name: str) -> Row:

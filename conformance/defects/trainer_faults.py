@@ -20,6 +20,8 @@ from conformance.instruments.sharding import full, local
 from conformance.plan.substrates import SIM
 
 CELLS = "id = dp2-fp32-default-full"
+SHARED = "id = dp2-tp2-bf16mp-default-full"
+"""Cell with tensor parallelism and bf16, in which activations and gradients are smallest."""
 SYNC = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
     "#torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
@@ -152,6 +154,53 @@ def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Opti
 
     for module in model.modules():
         module.register_forward_hook(keep)
+    optimizer.register_step_post_hook(forget)
+
+
+@defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
+@BUILT
+def result_kept_for_all_ranks(
+    benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float
+) -> None:
+    """The largest result of a module is kept until the optimizer steps, as long as those of all ranks together.
+
+    As of a sequence that tensor parallelism gathers, and somebody still refers to.
+    """
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor) and (not kept or local(result).numel() * dist.get_world_size() > kept[0].numel()):
+            kept[:] = [torch.cat([local(result).flatten()] * dist.get_world_size())]
+        if benign:
+            kept.clear()
+
+    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        kept.clear()
+
+    for module in model.modules():
+        module.register_forward_hook(keep)
+    optimizer.register_step_post_hook(forget)
+
+
+@defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
+@BUILT
+def gradients_kept_unsharded(
+    benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float
+) -> None:
+    """From backward until the optimizer steps each rank keeps as much as the gradients of all ranks."""
+    kept: list[Tensor] = []
+
+    def keep(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            kept.append(torch.cat([local(parameter.grad).flatten()] * dist.get_world_size()))
+        if benign:
+            kept.clear()
+
+    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        kept.clear()
+
+    for parameter in _trained(model):
+        parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
     optimizer.register_step_post_hook(forget)
 
 

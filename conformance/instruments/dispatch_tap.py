@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 try:
@@ -128,6 +129,21 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handlers = _answers(self._before, func), _answers(self._listeners, func), _answers(self._outcomes, func)
         self._handlers[func] = handlers
         return handlers
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a wrapper such as a DTensor holds, or a plain tensor itself; no operator is issued.
+
+    `__tensor_flatten__` is the protocol of wrapper subclasses under `torch.compile`.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+    else:
+        held = (getattr(tensor, name) for name in flatten()[0])  # of a DTensor also its mesh
+        for inner in held:
+            if isinstance(inner, Tensor):
+                yield from plain_tensors(inner)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Dtype audit: dtypes and kinds of memory of a run's tensors, read where they are used."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ class DtypeAudit(Observer):
     `module_input/MODULE`, `module_output/MODULE` of linear layers, embedding and norms;
     `block_input/MODULE`, `block_output/MODULE`: without the RoPE table, which is `rope_table/MODULE/PHASE` as each
     attention gets it, PHASE being `forward` or `backward` (recomputation); `logits`; `loss`: operands of log-softmax;
-    `matmul/PHASE`, `attention/PHASE`: operands of all such operators, in backward those of gradients too.
+    `matmul/PHASE`, `attention/PHASE`: operands of all such operators, in backward those of gradients too. In forward
+    `matmul of kept groups/PHASE` has those of modules that `tell_apart` was told.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class DtypeAudit(Observer):
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
         self._model: nn.Module | None = None
+        self._calling: list[bool] = []
 
     def facts(self) -> dict[str, list[str]]:
         """Return the sorted names of dtypes, such as `float32`, by key."""
@@ -84,6 +86,22 @@ class DtypeAudit(Observer):
         elif model.is_last:
             model.stages[-1].register_forward_hook(self._hook(self._after, "logits"))
 
+    def tell_apart(self, kept: Mapping[nn.Module, bool]) -> None:
+        """Note matrix products apart that modules compute for which `kept` has True.
+
+        A module that `kept` does not have counts like the one that calls it.
+        """
+        if any(kept.values()):
+            for module, is_kept in kept.items():
+                module.register_forward_pre_hook(self._hook(self._enter, is_kept))
+                module.register_forward_hook(self._hook(self._leave, is_kept), always_call=True)
+
+    def _enter(self, is_kept: bool, *_unused: Any) -> None:
+        self._calling.append(is_kept)
+
+    def _leave(self, *_unused: Any) -> None:
+        self._calling.pop()
+
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Look at the gradients."""
         for name, parameter in model.named_parameters():
@@ -111,13 +129,14 @@ class DtypeAudit(Observer):
 
     def _operands(self, kind: str, count: int | None, args: Sequence[Any]) -> None:
         if self._phase in _AUDITED_PHASES:
-            self._add(f"{kind}/{self._phase}", args[:count])
+            owner = " of kept groups" if self._phase == "forward" and any(self._calling[-1:]) else ""
+            self._add(f"{kind}{owner}/{self._phase}", args[:count])
 
     def _logits(self, args: Sequence[Any]) -> None:
         if self._phase in _AUDITED_PHASES:
             self._add("loss", args[:1])
 
-    def _hook(self, hook: Callable[..., None], key: str) -> Callable[..., None]:
+    def _hook(self, hook: Callable[..., None], key: str | bool) -> Callable[..., None]:
         """Return the hook with its key, in forward and backward only.
 
         While torch.compile traces, the hook does nothing, so that the graph is the same as without it.

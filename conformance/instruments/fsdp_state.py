@@ -1,4 +1,4 @@
-"""Private state of FSDP2's modules, for facts without a public attribute: offloading, prefetching, resharding.
+"""Private state of FSDP2's modules, for facts without a public attribute: offloading, prefetching, precision.
 
 An error says so if a torch keeps the state elsewhere. Where the CPU is also the device of computation, offloading moves
 nothing: only FSDP's own state shows the policy. A list of one group to prefetch has no other visible effect: FSDP
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 @contextmanager
@@ -132,11 +132,33 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most groups that the group was told to gather ahead, in forward or in backward."""
 
 
+_STATE = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+_GROUP = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info")
+_MANAGED = ("sharded_param", "orig_dtype", "param_dtype", "reduce_dtype", "padded_sharded_param_size")
+_MESH = ("shard_mesh_dim", "mesh")
+
+
+def require_settings(state: Any, group: Any) -> None:
+    """Raise RuntimeError, with all attributes that are missing, for a state or a group of FSDP2 that keeps no settings.
+
+    A default in place of an attribute that another torch has renamed would make a bound of memory wrong.
+    """
+    kept = [(state, _STATE), (group, _GROUP)]
+    kept += [(managed, _MANAGED) for managed in getattr(group, "fsdp_params", ())]
+    kept += [(mesh, _MESH) for name in _GROUP if name.endswith("mesh_info") and (mesh := getattr(group, name, None))]
+    missing = {f"{type(each).__name__}.{name}" for each, names in kept for name in names if not hasattr(each, name)}
+    if missing:
+        raise RuntimeError(
+            f"torch {torch.__version__}: FSDP2 has no {', '.join(sorted(missing))}; adapt {__name__}, "
+            "which reads the settings of its groups"
+        )
+
+
 def settings_of(model: nn.Module, names: Mapping[int, str]) -> list[GroupSettings]:
     """Return the settings of all groups that FSDP2 has made; those of the root are final after the first forward pass.
 
     `names` has the names of sharded parameters by their Python ids: unsharded ones may be in their place.
-    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere, see `require_settings`.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[int, GroupSettings] = {}
@@ -150,6 +172,7 @@ def settings_of(model: nn.Module, names: Mapping[int, str]) -> list[GroupSetting
 
 def _settings(group: Any, module: FSDPModule, names: Mapping[int, str], paths: Mapping[int, str]) -> GroupSettings:
     state = module._get_fsdp_state()
+    require_settings(state, group)
     lists = (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
     ranks = _shard_ranks(group.mesh_info)
     unsharded_bytes = sum(_padded(p) * ranks * _computed_in(p).itemsize for p in group.fsdp_params)
@@ -169,6 +192,18 @@ def _settings(group: Any, module: FSDPModule, names: Mapping[int, str], paths: M
     )
 
 
+def keeps_its_dtype(module: FSDPModule) -> bool:
+    """Return whether FSDP2 was given a policy of mixed precision for a module that leaves its parameters in fp32.
+
+    That is a policy other than that of a call that names none. Raises RuntimeError for a version of torch whose FSDP
+    keeps policies elsewhere.
+    """
+    with private_state("the policy of mixed precision"):
+        policies = [group.mp_policy for group in _groups(module)]
+    kept = (None, torch.float32)
+    return bool(policies) and all(each.param_dtype in kept and each != MixedPrecisionPolicy() for each in policies)
+
+
 def _kept_bytes(unsharded_bytes: int, ranks: int, ranks_after_forward: int) -> int:
     return 0 if ranks_after_forward == ranks > 1 else unsharded_bytes // ranks_after_forward
 
@@ -184,4 +219,4 @@ def _computed_in(managed: Any) -> torch.dtype:
 
 def _shard_ranks(mesh: Any) -> int:
     """Return the ranks that shard a group, 1 for a mesh that only replicates."""
-    return int(getattr(mesh, "shard_mesh_size", 1))
+    return 1 if mesh.shard_mesh_dim is None else int(mesh.shard_mesh_size)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from conformance.localisation.equality import CLOSE
 from conformance.localisation.formulas import NamedFormula, named_formulas
 from conformance.localisation.hanging import is_suites_loop, waiting_ranks
-from conformance.localisation.subject_run import SubjectRun
+from conformance.localisation.subject_run import BETWEEN_STEPS, SubjectRun
 from conformance.outcomes import Failure
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.report.causes import CellCause, FailedCase, in_causal_order
@@ -23,6 +23,7 @@ from conformance.subjects.running import SubjectRuns
 _OF_NUMBERS = frozenset(["gradients", "bf16-gradients", "gradient-norm", "clipping", "parameters", "loss", "replicas"])
 """Laws of whose failures a wrong formula may be the cause."""
 _HELD = "optimizer-holds-each-once"
+_REDUCED = "gradients-are-reduced"
 _BEFORE_FORMULAS = ("initial values", "resumed state", "data")
 """Stages before gradients, whose faults no formula explains."""
 
@@ -80,7 +81,7 @@ class _Search:
         self._failure = runs.kept_failure(cell)
         self._first, *_ = in_causal_order(cases)
         self._reasons = {case.law: case.reason for case in cases}
-        self._random = self._again = ""
+        self._random = self._again = self._scaled = ""
         self.formulas: list[NamedFormula] = []
 
     def look(self) -> None:
@@ -90,6 +91,7 @@ class _Search:
             return
         if self._reasons.keys() & _OF_NUMBERS:
             self.formulas = named_formulas(self._runs, self._cell)
+        self._scaled = _scaled_in_clipping(self._runs, self._cell)
         if place is not None and place.stage == "forward":
             self._random = _randomness(self._runs, self._cell)
         if place is not None and place.stage in ("reduction", "clipping"):
@@ -113,6 +115,12 @@ class _Search:
         where = _where(place) if place else ""
         if self._random:
             return CellCause(cell=self._cell.id, key="random", sentence=self._random, where=where)
+        unfrozen = re.search(r"frozen in one process (?!none)(.*)", self._reasons.get(_HELD, ""))
+        if unfrozen:
+            told = f"{unfrozen[1]}: the optimizer holds what one process freezes, and requires_grad is True"
+            return CellCause(cell=self._cell.id, key="unfrozen", sentence=told, where="")
+        if self._scaled:
+            return CellCause(cell=self._cell.id, key="scaled", sentence=self._scaled, where=where)
         if self._has_formula(place):
             formula = max(self.formulas, key=lambda each: votes.get(each.id, 0))
             since = f", from step {formula.step} on" if formula.step else ""
@@ -137,8 +145,18 @@ class _Search:
     def _told_of(self, place: Location) -> str:
         if self._first.law in _IN_THEIR_WORDS and place.equals.startswith("is off by"):
             return f"{_IN_THEIR_WORDS[self._first.law]}: {self._first.reason.rpartition('; ')[2]}"
-        told = _frozen(self._runs, self._cell, place) if place.equals == "is missing" else ""
+        told = _frozen(self._runs, self._cell, place) or self._copies(place) if place.equals == "is missing" else ""
+        told = told or (_learning_rate(self._runs, self._cell, place) if place.stage == "optimizer" else "")
         return told or self._unequal_buffer(place) or sentence_of(place) + self._more_about(place)
+
+    def _copies(self, place: Location) -> str:
+        """Return a sentence about a gradient that is not reduced over the ranks that hold copies of its shards."""
+        if place.stage != "reduction" or not self._reasons.get(_REDUCED, "").startswith("elements in all_reduce"):
+            return ""
+        return (
+            f"the gradient of {place.name} is reduced over the ranks that shard the parameter, and not over those that "
+            "hold copies: was set_requires_all_reduce(False) called?"
+        )
 
     def _unequal_buffer(self, place: Location) -> str:
         """Return a sentence about a buffer of the first wrong module that ranks have built unequally, if there is one.
@@ -223,6 +241,11 @@ def sentence_of(place: Location) -> str:
         case "optimizer" if place.equals.startswith("is the value before the step"):
             why = place.equals.partition(": ")[2]
             return f"{name} is not updated{on}{step}{f': {why}' if why else ''}"
+        case "parameters" if place.quantity == BETWEEN_STEPS:
+            return (
+                f"{name} is changed between steps{on}: step {place.step} does not begin with the value that the "
+                "optimizer has left"
+            )
         case "parameters" if place.equals.startswith("is that of the step before"):
             return f"{name} is stale{on}{step}: the {place.quantity} {place.equals}"
     return f"{place.stage}{step}: {name}, {place.quantity}, {_verb(place.equals)}{on}"
@@ -249,6 +272,36 @@ def _frozen(runs: SubjectRuns, cell: Cell, place: Location) -> str:
     others = f" and {len(frozen) - 1} more" if frozen[1:] else ""
     verb = "are" if frozen[1:] else "is"
     return f"{frozen[0]}{others} {verb} frozen: requires_grad is False, and one process trains them"
+
+
+def _scaled_in_clipping(runs: SubjectRuns, cell: Cell) -> str:
+    """Return a sentence about gradients that a loop clips before its `GradScaler` unscales them; empty if not."""
+    scale = runs.evidence(cell).record.ranks[0].scale_in_clipping
+    if scale == 1.0:
+        return ""
+    return (
+        f"gradients are clipped while they are {scale:g} times too large: GradScaler unscales them afterwards; call "
+        "scaler.unscale_(optimizer) before clipping"
+    )
+
+
+def _learning_rate(runs: SubjectRuns, cell: Cell, place: Location) -> str:
+    """Return a sentence about a learning rate that is not that of one process in the step of a place; empty if it is.
+
+    Groups of parameters are compared where both optimizers have as many.
+    """
+    evidence, step = runs.evidence(cell), place.step or 0
+    measured = evidence.record.ranks[place.ranks[0]].learning_rates[step]
+    expected = evidence.reference.facts.learning_rates[step]
+    if len(measured) != len(expected):
+        return ""
+    for rate, declared in zip(measured, expected, strict=True):
+        if abs(rate - declared) > CLOSE * abs(declared):
+            return (
+                f"the learning rate of step {step} is {rate:.6g}, and {declared:.6g} by the declared optimizer and "
+                "schedule: does the schedule take one step after each step of the optimizer?"
+            )
+    return ""
 
 
 def _randomness(runs: SubjectRuns, cell: Cell) -> str:

@@ -42,6 +42,8 @@ from conformance.subjects.expectation import (
 from conformance.subjects.facts import ShardedParameter
 from conformance.subjects.running import SubjectRuns
 
+BETWEEN_STEPS = "value with which the step begins"
+"""Quantity of a parameter that was changed since the optimizer has taken the step before."""
 _SAME = 1e-2
 """Relative distance below which two scales of a loss are the same; mistakes are factors of ranks or samples."""
 _NORM_ORDER = 2.0
@@ -169,9 +171,17 @@ class SubjectRun(TappedRun):
     def _step(self, step: int) -> Iterator[Location | None]:
         if self.record.cell.resumed and step == SAVED_AFTER:
             yield from self._resumed(step - 1)
+        elif step:
+            yield self._changed_since(step - 1)
         for found in super()._step(step):
             is_cast = found is not None and found.family == "dtype"
             yield with_fields(found, called=self._sharding_line() or found.called) if found and is_cast else found
+
+    def _changed_since(self, before: int) -> Location | None:
+        """Return the first parameter that is not as the optimizer has left it when the next step begins."""
+        left, begun = (partial(self.shards, f"{when}/parameter/") for when in (f"after{before}", f"step{before + 1}"))
+        wrong = wrong_shards(self.ranks, begun, left, order=[*self.record.parameters])
+        return self.wrong_state(wrong, "parameters", BETWEEN_STEPS, step=before + 1)
 
     def _resumed(self, saved: int) -> Iterator[Location | None]:
         """Yield the first wrong tensor of the state that was loaded, compared with that after the step before."""

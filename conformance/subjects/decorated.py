@@ -22,6 +22,7 @@ from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
 from conformance.subjects.loop import DataGroup, Loop, SaveOrLoad, Saving
 from conformance.subjects.one_process import made_on
+from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, Run, Subject, SubjectMistake
 
 Reduction = Literal["mean", "sum"]
@@ -53,6 +54,11 @@ class ParallelConfig:
     def offload_policy(self) -> OffloadPolicy:
         """Policy for `fully_shard`; host memory is pinned if ranks compute on an accelerator."""
         return CPUOffloadPolicy(pin_memory=self.pin_memory) if self.offload else OffloadPolicy()
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """Both policies, as keyword arguments of `fully_shard`."""
+        return {"mp_policy": self.mixed_precision, "offload_policy": self.offload_policy}
 
 
 def configured(cell: SubjectCell) -> ParallelConfig:
@@ -110,8 +116,8 @@ class FunctionSubject:
         return self.function(*args, **kwargs)
 
     def versions(self) -> Mapping[str, str]:
-        """Return the version of torch, the only package that the suite knows to be judged."""
-        return {"torch": str(torch.__version__)}
+        """Return the versions of torch and of the packages that the functions name."""
+        return versions_of((self.function, self.make_model, self.loss, self.make_optimizer, self.clip))
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the declaration that a cell needs and the decorator lacks, or None."""

@@ -116,7 +116,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Elements that look uninitialised when the model has been built, by parameter or buffer; those with 0 are left
     out."""
     matmul_dtypes: list[str]
-    """Dtypes of the operands of matrix products in forward."""
+    """Dtypes of the operands of matrix products in forward, outside of modules that FSDP2 was told to compute in
+    fp32."""
     gradient_dtypes: list[str]
     collectives: list[Collective]
     """All collectives in the order in which this rank issued them; groups are named by their ranks, or `world`."""
@@ -138,12 +139,21 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Groups of parameters that FSDP2 has made, as they were when the first backward pass began."""
     fed_with_data: list[str] = []
     """Modules that FSDP2 has sharded and whose inputs need no gradient: FSDP reshards them when backward has ended."""
+    saved_bytes: list[int] = []
+    """Most bytes that autograd has saved when a backward pass begins, beside parameters and buffers, by step; only with
+    tensor parallelism."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
     dataset_bytes: int = 0
     """Bytes of the tensors of a trainer's own dataset, whose loader yields the suite's micro-batches."""
     by_suite: list[Ingredient] = []
     """Ingredients of the steps that the suite has supplied."""
+    scale_in_clipping: float = 1.0
+    """Factor by which a `GradScaler` of the trainer's loop had scaled the gradients that were clipped."""
+    kept_matmul_dtypes: list[str] = []
+    """Dtypes of the operands of matrix products in forward, of groups that FSDP2 was told to keep in their dtype."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     is_own_model: bool = False
     """True if the trainer's loop makes its model itself, with a seed that the suite does not know."""
 
@@ -153,7 +163,7 @@ class SubjectFacts(msgspec.Struct, frozen=True):
         return "loop" not in self.by_suite
 
 
-class ActivationMemory(msgspec.Struct, frozen=True):
+class ActivationMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that one process needs for a micro-batch beside parameters, gradients and the micro-batch, in bytes."""
 
     forward_bytes: int
@@ -164,6 +174,12 @@ class ActivationMemory(msgspec.Struct, frozen=True):
     """Bytes of the model's outputs and of the loss."""
     backward_bytes: int
     """Peak in backward, with each gradient dropped as soon as it is complete."""
+    saved_bytes: int
+    """Bytes of `held_bytes` that autograd has saved for backward."""
+    others_in_forward_bytes: int
+    """Peak in forward of bytes that autograd has not saved yet, or never saves."""
+    others_in_backward_bytes: int
+    """Peak in backward of bytes that are no saved activations."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):
@@ -209,6 +225,12 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    bf16_activations: list[ActivationMemory] = []
+    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty where nothing computes in bf16."""
+    frozen: list[str] = []
+    """Parameters that require no gradient in one process."""
+    learning_rates: list[list[float]] = []
+    """Learning rates with which the optimizer takes each step, by group of its parameters."""
     turns: int = 1
     """Steps of the run that are one training step, see `conformance.subjects.turns`."""
     by_products: list[list[str]] = []

@@ -1,8 +1,9 @@
 """Recorder of a subject: the suite's instruments around a step of the subject."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,8 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
-from conformance.instruments.fsdp_state import GroupSettings, settings_of
+from conformance.instruments.fsdp_state import GroupSettings, keeps_its_dtype, settings_of
+from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.taps import Line, Taps
 from conformance.instruments.tensor_file import write_tensors
@@ -36,6 +38,7 @@ from conformance.subjects.protocol import Built, SubjectMistake, module_names, r
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
+MATMULS_OF_KEPT_GROUPS = "matmul of kept groups/forward"
 
 
 @contextmanager
@@ -94,6 +97,7 @@ class SubjectRecorder:
         noted: Callable[[Collective], None] | None = None,
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
+        saved: SavedTensors | None = None,
     ) -> None:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
@@ -109,7 +113,8 @@ class SubjectRecorder:
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
-        self._memory, self._accelerator = memory, accelerator
+        self._memory, self._accelerator, self._saved = memory, accelerator, saved
+        self._saved_bytes: dict[int, int] = {}
         outcomes += [accelerator.trace.listen] if accelerator else []
         outcomes += memory.memory.listeners
         self._tap = DispatchTap(listeners, outcomes=outcomes)
@@ -129,9 +134,10 @@ class SubjectRecorder:
         self._first_backward: dict[int, int] = {}
         self._clipped = 0
         self._logged_norms: list[float] = []
-        self._before_clip = 0
+        self._before_clip: int | None = None
         self._groups: list[GroupSettings] = []
         self._fed_with_data: set[str] = set()
+        self._learning_rates: list[list[float]] = []
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -143,7 +149,7 @@ class SubjectRecorder:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Open the context in which steps must take place."""
-        with self._tap:
+        with self._tap, self._saved.installed() if self._saved else nullcontext():
             yield
 
     @contextmanager
@@ -200,7 +206,9 @@ class SubjectRecorder:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
+        self._dtypes.tell_apart({modules[path]: keeps_its_dtype(module) for path, module in groups.items()})
         used: dict[nn.Module, dict[str, str]] = {}
+        self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             above = [group for group in groups if not group or name.startswith(f"{group}.")]
@@ -222,6 +230,7 @@ class SubjectRecorder:
         if torch.compiler.is_compiling() or self._phase != "forward":
             return
         self._calls.update({*names.values()})
+        self._leave_out(module)
         if not any(tensor.requires_grad for tensor in tensors(inputs)):
             self._fed_with_data.add(path)
         if not self._gathered.keys() >= {*names.values()}:
@@ -230,8 +239,19 @@ class SubjectRecorder:
                 if key in names and len(found.shard_ranks) <= len(self._gathered.get(names[key], found).shard_ranks):
                     self._gathered[names[key]] = found
 
+    def _leave_out(self, module: nn.Module) -> None:
+        """Let the ledger of saved activations leave out the state of a module, as it is gathered at present."""
+        if self._saved:
+            self._saved.leave_out([*module.parameters(), *module.buffers()])
+
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
+        if self._saved:
+            self._saved.is_on = name == "forward"
+            if name == "backward":
+                self._saved_bytes[step] = max(self._saved.held_bytes, self._saved_bytes.get(step, 0))
+        if name in ("forward", "backward"):
+            self._before_clip = None
         if name == "backward":
             _, total = self._step_calls.setdefault(step, (self._calls.copy(), Counter()))
             total.update(self._calls)
@@ -275,15 +295,17 @@ class SubjectRecorder:
         with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
-        self._before_clip = self._collectives.count()
+        if self._before_clip is None:
+            self._before_clip = self._collectives.count()
 
     def clipped(self, model: nn.Module, *, norm: Tensor | None, step: int) -> None:
         """Keep the clipped gradients and their norm.
 
-        If nobody told that clipping began, it was when gradients were reduced.
+        If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
-        if self._phase != "clip":
+        self._learning_rates.append(learning_rates(self._run.optimizer))
+        if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
             known = torch.tensor(torch.nan) if norm is None else torch.as_tensor(norm)
@@ -333,10 +355,14 @@ class SubjectRecorder:
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
+            scale_in_clipping=getattr(run, "scale_in_clipping", 1.0),
+            kept_matmul_dtypes=dtypes.get(MATMULS_OF_KEPT_GROUPS, []),
+            learning_rates=self._learning_rates,
             by_suite=run.by_suite if isinstance(run, Loop) else [],
             is_own_model=getattr(run, "makes_own_model", False),
             memory=self._memory.facts(),
             groups=self._groups,
+            saved_bytes=list(self._saved_bytes.values()),
             fed_with_data=sorted(self._fed_with_data),
         )
 
@@ -372,6 +398,11 @@ class SubjectRecorder:
     def _held(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         return [names.get(id(parameter), "?") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """Return the present learning rate of each group of an optimizer's parameters; NaN for one that has none."""
+    return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
 
 
 def _layout_of(parameter: nn.Parameter) -> ShardedParameter:

@@ -18,13 +18,16 @@ from conformance.instruments import accelerators
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.host_storages import HostStorages
 from conformance.instruments.sharding import local
+from conformance.instruments.threads import runnable_threads
 from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks
 from reference_trainer.observer import Phase
 
 BLOCK_BYTES = 512
 """Size to a multiple of which a caching allocator rounds."""
 _POLL_S, _CALM = 0.0005, 3
-"""Time between looks at the memory of the CPU, and how many of them must see no change."""
+"""Time between looks at the memory of the CPU, and how many of them must see no change and no thread at work."""
+_LONGEST_WAIT_S = 0.5
+"""Time after which threads that go on working have nothing to do with the run."""
 BUILD = -1
 """Number of the step before all steps, in which the model is built."""
 
@@ -73,12 +76,16 @@ class HostMemory(HostStorages):
     waiting_bytes = 0
 
     def settle(self) -> None:
-        """Wait for threads of process groups, which release their last buffers shortly after an operator has ended."""
-        calm = 0
-        while calm < _CALM:
+        """Wait for threads of process groups, which release their last buffers shortly after an operator has ended.
+
+        A thread of gloo tells the host that an operator has ended before it drops the operator's tensors. On a busy
+        machine it may not run for many milliseconds in between, and is runnable all that time.
+        """
+        calm, until_s = 0, time.monotonic() + _LONGEST_WAIT_S
+        while calm < _CALM and time.monotonic() < until_s:
             before = self.held_bytes
             time.sleep(_POLL_S)
-            calm = calm + 1 if self.held_bytes == before else 0
+            calm = calm + 1 if self.held_bytes == before and not runnable_threads() else 0
 
     @property
     def listeners(self) -> Sequence[OutcomeListener]:

@@ -4,10 +4,12 @@ All bytes are of one rank and above those that it holds before the step. FSDP2's
 torch/distributed/fsdp/_fully_shard: the output of an all-gather, the unsharded parameters that are copied out of it,
 the unsharded gradients, the input of a reduce-scatter and its output.
 
-- Activations: those of one process in fp32 for the same micro-batch, under the same ledger. In bf16 each of its
-  tensors is there in bf16, in fp32, or in both (a cast): at most 3/2. With tensor parallelism over two ranks each is
-  there whole, as one rank's half, or as both (a redistribution): at most 3/2. Where ranks exchange samples (all-to-all,
-  as for experts) a rank may be given those of all ranks.
+- Activations: those of one process for the same micro-batch, in the dtype of the cell, under the same ledger. Of a
+  model that one process cannot cast as FSDP2 does, each tensor is there in bf16, in fp32, or in both: at most 3/2 of
+  those in fp32. Where ranks exchange samples (all-to-all, as for experts) a rank may be given those of all ranks.
+- With tensor parallelism a rank holds what autograd saves in its own run, whose sizes are those of its layout: a fault
+  that keeps other tensors adds nothing to it. Every other tensor of one process is there whole, as one of two ranks'
+  half, or as both (a redistribution): at most 3/2. Together they are no more than 3/2 of one process's.
 - A group that is resharded after forward is unsharded while it computes, with the groups around it. Buffers of two
   all-gathers are there besides, the previous one's and its own, and of as many as it was told to gather ahead.
 - In backward FSDP2 gathers one group ahead by itself. The gradients of a group wait for all of the group: of a group
@@ -20,12 +22,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
+import msgspec
 import torch
 
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
 from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
-from conformance.subjects.facts import AllocatorFacts, ShardedParameter, SubjectFacts
+from conformance.subjects.facts import ActivationMemory, AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
 """Bytes of the numbers that a step may leave: a loss, a norm, a count and others, eight in fp64."""
@@ -85,7 +88,8 @@ def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collect
         return 0
     largest: dict[str, int] = {}
     for entry in facts.collectives:
-        copies = 1 + evidence.cell.world_size if entry.kind == GATHER else 2
+        ranks = evidence.cell.world_size if entry.group == "world" else entry.group.count(",") + 1
+        copies = 1 + ranks if entry.kind == GATHER else 2
         largest[entry.group] = max(largest.get(entry.group, 0), copies * entry.nbytes)
     return sum(_THREADS * nbytes for group, nbytes in largest.items() if group not in besides)
 
@@ -96,13 +100,12 @@ class _Own:
     def __init__(self, evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step: int) -> None:
         held = {each.step: each.known_bytes for each in memory.held}
         before, after = held[step - 1], held[step]
-        activations = evidence.reference.facts.activations[facts.data_rank]
-        more = _factor(evidence, facts)
+        activations = _activations(evidence, facts, step)
         on_device = evidence.cell.device != "cpu"
-        self.forward_bytes = round(more * activations.forward_bytes)
-        self.held_bytes = round(more * activations.held_bytes)
-        self.backward_bytes = round(more * activations.backward_bytes)
-        self.left_bytes = _NAMED * round(more * activations.output_bytes) if facts.is_own_loop else 0
+        self.forward_bytes = activations.forward_bytes
+        self.held_bytes = activations.held_bytes
+        self.backward_bytes = activations.backward_bytes
+        self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
         self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
         sharded = sum(group.trained_shard_bytes for group in facts.groups)
         ignored = sum(_bytes_of(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
@@ -118,12 +121,34 @@ def _bytes_of(parameter: ShardedParameter) -> int:
     return parameter.local_numel * dtype.itemsize
 
 
-def _factor(evidence: Evidence, facts: SubjectFacts) -> float:
-    """Return the activations that a rank may need, relative to those of one process for its micro-batch in fp32."""
-    in_bf16 = _BOTH if evidence.cell.precision == "bf16" else 1.0
-    over_features = _BOTH if "tp" in evidence.cell.shape else 1.0
+def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:
+    """Return the activations that a rank may hold for a micro-batch of a step."""
+    known, in_bf16 = evidence.reference.facts, evidence.cell.precision == "bf16"
     exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
-    return in_bf16 * over_features * (evidence.cell.world_size if exchanged else 1)
+    samples = evidence.cell.world_size if exchanged else 1
+    if in_bf16 and known.bf16_activations:
+        whole = _scaled(known.bf16_activations[facts.data_rank], samples)
+    else:
+        whole = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
+    return _on_one_rank(whole, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else whole
+
+
+def _on_one_rank(whole: ActivationMemory, saved_bytes: int) -> ActivationMemory:
+    """Return the activations of a tensor-parallel rank, which has saved some, by those of one process."""
+    most = _scaled(whole, _BOTH)
+    held_bytes = saved_bytes + round(_BOTH * (whole.held_bytes - whole.saved_bytes))
+    return msgspec.structs.replace(
+        most,
+        forward_bytes=min(most.forward_bytes, saved_bytes + most.others_in_forward_bytes),
+        held_bytes=min(most.held_bytes, held_bytes),
+        backward_bytes=min(most.backward_bytes, saved_bytes + most.others_in_backward_bytes),
+    )
+
+
+def _scaled(activations: ActivationMemory, factor: float) -> ActivationMemory:
+    return ActivationMemory(
+        **{name: round(factor * nbytes) for name, nbytes in msgspec.structs.asdict(activations).items()}
+    )
 
 
 class _Buffers:

@@ -40,6 +40,7 @@ class _Found(Protocol):
 
     model: nn.Module
     optimizer: Optimizer
+    scale_in_clipping: float
 
     def found(self) -> None:
         """Take notice that both are found, before the model first computes."""
@@ -161,7 +162,10 @@ class Moments:
         @functools.wraps(unscale)
         def unscaled(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             unscale(scaler, *args, **kwargs)
-            self.before_clip()
+            if self._count.clip_norms:  # `GradScaler.step` unscales what was clipped before, by mistake
+                self._run.scale_in_clipping = scaler.get_scale()
+            else:
+                self.before_clip()
 
         yield Optimizer, "__init__", made
         yield GradScaler, "unscale_", unscaled
@@ -186,7 +190,6 @@ class Moments:
         return called
 
     def _find(self, model: nn.Module) -> None:
-        self._is_found = True
         self._calling.close()
         self._run.model, self._run.optimizer = model, optimizer_of(model, self._made)
         held = {id(parameter) for parameter in parameters_of(self._run.optimizer)}
@@ -199,6 +202,7 @@ class Moments:
             for turn in self._turns
         ]
         self._run.found()
+        self._is_found = True
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module in (model, *sharded):  # before FSDP's own hooks, which gather
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -283,7 +287,8 @@ class Moments:
         def scale(parameters: Any, max_norm: Any, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
             if self._can_clip(()):
                 self._require_limit(max_norm)
-                self._begin_clip()
+                if self._phase != "clip" and not self._count.clip_norms:  # it began with a norm that is not torch's
+                    self.before_clip()
                 self._count.clip_norms.append(total_norm)
             function(parameters, max_norm, total_norm, *args, **kwargs)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -31,6 +30,7 @@ from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
 from conformance.subjects.one_process import made_on
 from conformance.subjects.optimizers import MakeOptimizer, joined, made, members
+from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
 from conformance.subjects.turns import turn_of, turns_of
@@ -136,8 +136,8 @@ class LoopSubject:
         return self.function(*args, **kwargs)
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of torch and of the packages that the declaration names."""
-        return {"torch": str(torch.__version__), **{package: version(package) for package in self.packages}}
+        """Return the versions of torch, of the packages that the functions name, and of those that are declared."""
+        return versions_of((self.function, self.make_model, self.loss, self.optimizer), packages=self.packages)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the declaration that a cell needs and the decorator lacks, or None."""
@@ -189,6 +189,8 @@ class OwnLoopRun:
         """Norm of each step's gradients as the loop tells it; empty if it tells none."""
         self.makes_own_model = True
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
+        self.scale_in_clipping = 1.0
+        """Factor by which a `GradScaler` had scaled the gradients that were clipped."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
         self._turns = turns_of(subject)
         self._own_model: nn.Module | None = None
@@ -216,6 +218,8 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
+        for _ in range(SAVED_AFTER // len(self._turns) if self._load_from else 0):
+            self._expected_optimizer.step()  # which the schedule follows
         require_same_optimizers(self.optimizer, self._expected_optimizer, rank=dist.get_rank())
         self._observer.built()
 
@@ -343,7 +347,7 @@ def own_loop(
         accumulation: micro-batches that the loop can accumulate in a step: `any` number, an `even` one, that is, the
             same `config.accumulation` in all steps, or `none`.
         processes: `fresh` if the trainer leaves something in a process that another run cannot have.
-        packages: names of installed packages whose versions the report shows.
+        packages: installed packages whose versions the report shows beside those that the functions name.
         shims: private names that were touched to make the trainer run here.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.

@@ -22,7 +22,7 @@ from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
-from conformance.subjects.measuring import MATMULS_IN_FORWARD
+from conformance.subjects.measuring import MATMULS_IN_FORWARD, learning_rates
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
 from conformance.subjects.turns import Turn, turns_of
 
@@ -48,6 +48,7 @@ class Trajectory:
     """Parameters after each step."""
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    learning_rates: list[list[float]] = field(default_factory=list)
     by_products: list[list[str]] = field(default_factory=list)
     """Parameters that get a gradient, by step, for which the optimizer of another turn steps."""
 
@@ -133,6 +134,7 @@ def train(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        run.learning_rates.append(learning_rates(optimizer))
         with SplitProducts() if order else nullcontext():
             optimizer.step()
         model.zero_grad()

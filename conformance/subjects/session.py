@@ -63,7 +63,7 @@ def _policies(store: RecordStore, results: Sequence[CaseResult]) -> Iterator[Run
         facts = evidence.record.ranks[0]
         yield RunPolicy(
             cell=cell.id,
-            matmul_dtypes=facts.matmul_dtypes,
+            matmul_dtypes=sorted({*facts.matmul_dtypes, *facts.kept_matmul_dtypes}),
             gradient_dtypes=facts.gradient_dtypes,
             reductions=reductions(facts),
             reference_dtype=evidence.reference.facts.dtype,

@@ -78,7 +78,8 @@ def _is_of_sequence(placement: Placement) -> bool:
 def _cuda_as_processor() -> None:
     """`torch.cuda` has one device, which is the processor: calls that choose it or wait for it do nothing.
 
-    `Tensor.cuda` and `Module.cuda` leave a tensor or a module where it is.
+    `Tensor.cuda` and `Module.cuda` leave a tensor or a module where it is, and `torch.device("cuda:0")` is the
+    processor.
     """
     replaced: Mapping[str, Callable[..., Any]] = {
         "current_device": lambda: torch.device("cpu"),
@@ -96,6 +97,27 @@ def _cuda_as_processor() -> None:
         setattr(torch.cuda, name, function)
     for kind in (Tensor, nn.Module):
         kind.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.device = _Device  # type: ignore[misc]
+
+
+class _DeviceType(type):
+    """Type of `_Device`, of which all devices are instances."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _OWN_DEVICE)
+
+
+class _Device(metaclass=_DeviceType):
+    """`torch.device`, which makes the processor of a CUDA device."""
+
+    __module__, __qualname__ = "torch", "device"  # under which devices are pickled
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        is_cuda = str(given[0] if given else named.get("type", "")).startswith("cuda")
+        return _OWN_DEVICE("cpu") if is_cuda else _OWN_DEVICE(*given, **named)
+
+
+_OWN_DEVICE = torch.device
 
 
 def _importable_triton() -> None:

@@ -20,6 +20,7 @@ from conformance.instruments import accelerators
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.gradient_sync import GRADIENT_SYNC
+from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
@@ -135,7 +136,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
-    bf16, matmuls = _bf16(turns[0], job.workload, exact) if _trains_in_bf16(subject) else (None, [])
+    in_bf16 = _trains_in_bf16(subject)
+    bf16, matmuls = _bf16(turns[0], job.workload, exact) if in_bf16 else (None, [])
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -151,6 +153,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         },
         unsaved_buffers=sorted({name for name, _ in model.named_buffers()} - model.state_dict().keys()),
         untrained=sorted(exact.initial.keys() - trained),
+        frozen=[name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        learning_rates=exact.learning_rates,
         max_norm=max_norm,
         losses=exact.losses,
         grad_norms=exact.norms,
@@ -160,7 +164,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         updates=updates,
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
-        activations=activation_memory(subject, job.workload, device),
+        activations=activation_memory(subject, job.workload, device, precision="fp32"),
+        bf16_activations=activation_memory(subject, job.workload, device, precision="bf16") if in_bf16 else [],
         varies=_varies(subject, job.workload),
         turns=len(turns),
         by_products=exact.by_products,
@@ -227,6 +232,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             noted=LastCollective(Path(job.directory), rank=context.rank).note,
             writers=writers,
             accelerator=accelerator,
+            saved=SavedTensors() if "tp" in job.cell.shape else None,
         )
         with recorder.listening():
             if not isinstance(run, SelfShardingRun):

@@ -200,6 +200,27 @@ class Scaled(Trainer):
         self.optimizer.zero_grad()
 
 
+class ClippedWhileScaled(Scaled):
+    def clip(self) -> None:
+        Trainer.clip(self)
+
+
+class ScheduledByMicroBatch(Scheduled):
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.schedule.step()
+
+    def update(self) -> None:
+        Trainer.update(self)
+
+
+class ChangedBetweenSteps(Trainer):
+    def update(self) -> None:
+        super().update()
+        with torch.no_grad():
+            self.model.head.weight.mul_(0.5)
+
+
 class Closure(Trainer):
     def train_step(self, micro_batches: Sequence[Batch]) -> None:
         count = self.count(micro_batches)
@@ -322,10 +343,35 @@ class OwnGroups(Trainer):
         super().__init__(config)
 
 
+@own_loop(
+    model=Net,
+    batch=batch,
+    loss=loss,
+    optimizer=sgd,
+    scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+    resumes=True,
+)
+def resumed_schedule(config: LoopConfig) -> Iterator[Any]:
+    """Train with a schedule that is saved and loaded with model and optimizer."""
+    made = Scheduled(config)
+    named = {"model": made.model, "optimizer": made.optimizer, "schedule": made.schedule}
+    if config.load_from:
+        for name, state in torch.load(config.load_from / f"{dist.get_rank()}", weights_only=False).items():
+            named[name].load_state_dict(state)
+    for micro_batches in config.steps:
+        yield made.train_step(micro_batches)
+    if config.save_to:
+        torch.save({name: each.state_dict() for name, each in named.items()}, config.save_to / f"{dist.get_rank()}")
+
+
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
+scheduled_by_micro_batch = loop(
+    ScheduledByMicroBatch, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5)
+)
+clipped_while_scaled, changed_between_steps = loop(ClippedWhileScaled), loop(ChangedBetweenSteps)
 local_clip, sync_never, gradients_kept = loop(LocalClip), loop(SyncNever), loop(GradientsKept)
 own_count, optimizer_first, schedule_forgotten = loop(OwnCount), loop(OptimizerFirst), loop(Scheduled)
 steps_in_backward, adversarial, two_optimizers = loop(StepsInBackward), loop(Adversarial), loop(TwoOptimizers)

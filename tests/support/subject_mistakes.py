@@ -279,6 +279,20 @@ def frozen(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh, config)
 
 
+class HasFrozen(Model):
+    """Model whose norm is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def unfrozen(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    """Train the norm, which one process freezes."""
+    model.norm.requires_grad_(True)
+    return shard(model, mesh, config)
+
+
 def not_all_in_optimizer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
     """Leave the norm out of the optimizer."""
     sharded = shard(model, mesh, config)
@@ -311,5 +325,6 @@ layer_remade_by_rank = owner(OwnLoop, parallelize=remade_by_rank)
 layer_unsharded = owner(OwnLoop, parallelize=unsharded_layer, clip=clip_one_by_one)
 layer_not_updated = owner(OwnLoop, parallelize=not_all_in_optimizer)
 layer_frozen = owner(OwnLoop, parallelize=frozen)
+layer_unfrozen = owner(OwnLoop, parallelize=unfrozen, model=HasFrozen)
 random_in_parallel = owner(OwnLoop, parallelize=dropout_in_parallel, model=Noisy)
 head_untied = owner(OwnLoop, parallelize=untied_head, tied_model=Tied)

@@ -199,6 +199,23 @@ def precision_forgotten(model: nn.Module, mesh: DeviceMesh, config: ParallelConf
 
 
 @in_both
+def layer_kept_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.down, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    fully_shard(model.up, mesh=mesh, mp_policy=config.mixed_precision)
+    fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
+    return model  # type: ignore[no-any-return]
+
+
+@in_both
+def layer_without_policy(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    model.down.register_forward_pre_hook(lambda module, inputs: inputs[0].to(module.weight.dtype))
+    fully_shard(model.down, mesh=mesh)
+    fully_shard(model.up, mesh=mesh, mp_policy=config.mixed_precision)
+    fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
+    return model  # type: ignore[no-any-return]
+
+
+@in_both
 def masters_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model.bfloat16() if config.precision == "bf16" else model, mesh, config)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy, gelu
@@ -350,9 +350,56 @@ def never_resharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Non
 
 @declare(model=Model)
 def head_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    policy = MixedPrecisionPolicy(cast_forward_inputs=True)
-    fully_shard(model.head, mesh=mesh, mp_policy=policy)
+    fully_shard(model.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     shard(model, mesh, config)
+
+
+class WithBlockInFp32(Model):
+    """A block whose input the model itself casts to fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](x).float()).type_as(x))  # type: ignore[no-any-return]
+
+
+@declare(model=WithBlockInFp32)
+def precision_of_a_block_forgotten(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Forget the policy of a block beside a head that is in fp32 on purpose: a fault."""
+    fully_shard(model.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    fully_shard(model.blocks[1], mesh=mesh)
+    fully_shard(model.blocks[0], mesh=mesh, mp_policy=config.mixed_precision)
+    fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
+
+
+@declare(model=Model)
+def partly_resharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Shard over all ranks, and between forward and backward over two of them."""
+    ranks = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp_shard",))
+    for block in model.blocks:
+        fully_shard(block, mesh=ranks, reshard_after_forward=2, mp_policy=config.mixed_precision)
+    fully_shard(model, mesh=ranks, mp_policy=config.mixed_precision)
+
+
+@declare(model=Model)
+def gathered_by_unshard(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Gather all groups before the first computes, without waiting."""
+    shard(model, mesh, config)
+
+    def gather(_module: nn.Module, _inputs: Any) -> None:
+        for block in model.blocks:
+            block.unshard(async_op=True)
+
+    model.register_forward_pre_hook(gather)
+
+
+def loss_of_two_passes(model: Any, batch: Batch) -> Tensor:
+    logits, mirrored = (model(each).float() for each in (batch[0], -batch[0]))
+    kept = (batch[1] != -100).to(logits.dtype)
+    agreement = ((logits - mirrored).square().mean(-1) * kept).sum()
+    total: Tensor = cross_entropy(logits, batch[1], reduction="sum") + 0.1 * agreement
+    return total
+
+
+two_passes = declare(model=Model, loss=loss_of_two_passes)(shard)
 
 
 @declare(model=Model)
@@ -443,6 +490,40 @@ def mixed_loss(model: Any, batch: Batch) -> Tensor:
 
 
 towers = declare(model=Towers, batch=mixed_batch, loss=mixed_loss)(shard)
+
+
+class SkippingTowers(Towers):
+    """Towers of which that for images computes only where a rank has some, and else a sample that counts nothing."""
+
+    def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
+        if is_image.any():
+            x = x.index_copy(0, is_image.nonzero().squeeze(1), self.blocks[1](x[is_image]))
+        else:
+            x = x + 0.0 * self.blocks[1](x[:1]).sum()
+        return self.head(self.blocks[0](x))  # type: ignore[no-any-return]
+
+
+class FrozenTowers(Towers):
+    """A frozen tower for images that a rank without images does not call at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
+        if is_image.any():
+            x = x.index_copy(0, is_image.nonzero().squeeze(1), self.blocks[1](x[is_image]).type_as(x))
+        return self.head(self.blocks[0](x))  # type: ignore[no-any-return]
+
+
+skipping_towers = declare(model=SkippingTowers, batch=mixed_batch, loss=mixed_loss)(shard)
+
+
+@declare(model=FrozenTowers, batch=mixed_batch, loss=mixed_loss, precisions=["fp32"])
+def frozen_tower_of_some_ranks(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Leave the frozen tower whole on each rank, so that no rank waits for others in it."""
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={*model.blocks[1].parameters()})
 
 
 def batch_without_labels(generator: torch.Generator) -> tuple[Tensor, Tensor]:

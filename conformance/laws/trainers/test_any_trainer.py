@@ -125,20 +125,23 @@ def test_tied_weights_are_one_parameter(evidence: Evidence) -> None:
 
 @law("optimizer-holds-each-once", of="any trainer", like="OPT-1", where="world > 1", reference=FULLY_SHARD)
 def test_optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
-    """The optimizer MUST hold each trainable parameter of the model exactly once, and nothing else.
+    """The optimizer MUST hold each trainable parameter of the model exactly once, and nothing else that is trained: no
+    other tensor, and no parameter that requires a gradient here and none in one process.
 
     Wrong if it was made before the model was sharded, or of parameters that are told apart by their memory's address.
     """
+    frozen = evidence.reference.facts.frozen
     for facts in evidence.record.ranks:
         expected = [name for name, parameter in facts.parameters.items() if parameter.is_trained]
         missing = [name for name in expected if name not in facts.held]
         foreign = facts.held.count("?")
         repeated = sorted({name for name in facts.held if name != "?" and facts.held.count(name) > 1})
+        unfrozen = [name for name in expected if name in facts.held and name in frozen]
         detail = (
             f"rank {facts.rank}: missing {_some(missing)}; more than once {_some(repeated)}; "
-            f"{foreign} tensors that are no parameters of the model"
+            f"{foreign} tensors that are no parameters of the model; frozen in one process {_some(unfrozen)}"
         )
-        wrong = len(missing) + len(repeated) + foreign
+        wrong = len(missing) + len(repeated) + foreign + len(unfrozen)
         compare.count(wrong, name="wrong in the optimizer", expected=0, detail=detail, unit="entries")
 
 
@@ -273,12 +276,17 @@ def test_gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
 
 @law("bf16-is-used", of="any trainer", like="MP-1", where="precision = bf16-mp", reference=FULLY_SHARD)
 def test_products_are_in_bf16(evidence: Evidence) -> None:
-    """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them.
+    """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them, except
+    in groups whose policy of mixed precision leaves their parameters in fp32.
 
     Wrong if mixed precision is forgotten, for the model or for a layer.
+
+    A group that was sharded without a policy is judged like all others: nobody has said that it stays in fp32.
     """
-    measured, expected = evidence.record.ranks[0].matmul_dtypes, evidence.reference.facts.bf16_matmul_dtypes
+    rank, expected = evidence.record.ranks[0], evidence.reference.facts.bf16_matmul_dtypes
+    measured = rank.matmul_dtypes
     other = [dtype for dtype in measured if dtype not in expected]
+    other += [dtype for dtype in rank.kept_matmul_dtypes if dtype not in ("float32", *expected)]
     missing = [dtype for dtype in expected if dtype not in measured]
     detail = f"products are in {_some(measured)}, those of one process in {_some(expected)}"
     compare.count(len(other) + len(missing), name="other dtypes", expected=0, detail=detail, unit="dtypes")

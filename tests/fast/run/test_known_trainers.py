@@ -69,11 +69,23 @@ def test_the_suites_own_subjects_are_registered_by_their_names(name: str, target
     """Their packages need not be installed here."""
     module, _, attribute = target.partition(":")
     tree = ast.parse((PROJECT / module.replace(".", "/")).with_suffix(".py").read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == attribute)
-    assert f"name = '{name}'" in map(ast.unparse, found.body)
+    names = {name for node in tree.body for name in _bound_names(node)}
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == attribute)
+    assert attribute in names
+    for found in classes:
+        assert f"name = '{name}'" in map(ast.unparse, found.body)
+
+
+def _bound_names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement binds: a class, a decorated function, or a decorator that is called."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    return (
+        [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign) else []
+    )
 
 
 def test_every_extra_for_subjects_is_of_a_subject() -> None:
     extras = [extra for extra in PYPROJECT["optional-dependencies"] if extra.startswith("subject-")]
-    assert len(extras) == 5
+    assert len(extras) == 10
     assert {extra.removeprefix("subject-") for extra in extras} <= OWN_SUBJECTS.keys()

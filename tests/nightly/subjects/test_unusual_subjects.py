@@ -9,6 +9,7 @@ from tests.nightly.subjects.test_wrong_subjects import BY_ID, judged_trainer
 
 DP2, HSDP = "dp2-fp32-default-full", "hsdp2x2-fp32-default-full"
 ACCUMULATED, META = "dp2-fp32-default-full-acc2", "dp2-fp32-default-meta"
+UNEVEN, BF16 = "dp2-fp32-default-full-acc2-uneven", "dp2-bf16mp-default-full"
 EXPERTS, UNUSUAL = "tests.support.subject_experts", "tests.support.unusual_subjects"
 
 
@@ -49,15 +50,20 @@ def test_experts_that_ranks_hold_some_of_are_conformant(
         ("compiled", [DP2]),
         ("compiled_in_place_in_one_graph", [DP2]),
         ("never_resharded", [DP2]),
-        ("head_in_fp32", [DP2]),
+        ("head_in_fp32", [DP2, BF16]),
         ("prefetched", [DP2]),
+        ("partly_resharded", [DP2, HSDP, BF16]),
+        ("gathered_by_unshard", [DP2, ACCUMULATED, HSDP]),
+        ("two_passes", [DP2, ACCUMULATED, HSDP, BF16]),
         ("another_method", [DP2, ACCUMULATED]),
         ("groups_and_decay", [DP2]),
         ("gradient_hooks", [DP2]),
         ("own_gathers", [DP2, HSDP]),
         ("towers", [DP2]),
+        ("skipping_towers", [DP2, UNEVEN]),
+        ("frozen_tower_of_some_ranks", [DP2, UNEVEN]),
         ("no_labels", [DP2]),
-        ("auxiliary_in_loss", [DP2, ACCUMULATED, "dp2-fp32-default-full-acc2-uneven"]),
+        ("auxiliary_in_loss", [DP2, ACCUMULATED, UNEVEN]),
     ],
 )
 def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
@@ -76,6 +82,11 @@ def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path,
 )
 def test_faults_next_to_them_are_seen(pools: Pools, tmp_path: Path, name: str, failing: set[str]) -> None:
     assert failing <= judged_trainer(pools, tmp_path, name).failing()
+
+
+def test_a_forgotten_precision_is_seen_beside_a_layer_in_fp32(pools: Pools, tmp_path: Path) -> None:
+    judged = judged_trainer(pools, tmp_path, f"{UNUSUAL}:precision_of_a_block_forgotten", BY_ID[BF16])
+    assert "bf16-is-used" in judged.failing(), judged.reasons()
 
 
 def test_experts_that_are_no_dtensors_are_refused_in_one_line(pools: Pools, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ SEEN_BY = [
     ("optimizer_first", "dp2-fp32-default-full", "optimizer-holds-each-once"),
     ("optimizer_first", "dp2-fp32-default-full", "every-update"),
     ("precision_forgotten", "dp2-bf16mp-default-full", "bf16-is-used"),
+    ("layer_without_policy", "dp2-bf16mp-default-full", "bf16-is-used"),
     ("masters_in_bf16", "dp2-bf16mp-default-full", "fp32-masters"),
     ("other_weights_on_each_rank", "dp2-fp32-default-full", "initial-weights"),
     ("not_replicated", "hsdp2x2-fp32-default-full", "replicas"),
@@ -212,6 +213,7 @@ def test_a_mistake_is_one_crash_of_a_cell_with_one_line(
         ("own_mesh_names", ["dp2-fp32-default-full"]),
         ("switched_off_and_on", ["dp2-fp32-default-full-acc2"]),
         ("reduced_by_the_loss", ["dp2-fp32-default-full-acc2"]),
+        ("layer_kept_in_fp32", ["dp2-bf16mp-default-full"]),
     ],
 )
 def test_unusual_and_right_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:

@@ -88,6 +88,25 @@ def causes_of(pools: Pools, directory: Path, name: str, cells: list[str], *, lim
     return merged(found, failed)
 
 
+@pytest.mark.parametrize(
+    ("name", "cell", "sentence"),
+    [
+        (
+            "subject_models:layer_not_reduced_over_replicas",
+            HSDP,
+            "reduced over the ranks that shard the parameter, and not over those that hold copies",
+        ),
+        ("subject_mistakes:layer_unfrozen", DP2, "norm.bias: the optimizer holds what one process freezes"),
+        ("own_loops:scheduled_by_micro_batch", ACCUMULATED, "the learning rate of step 0 is 0.025, and 0.1 by"),
+        ("own_loops:clipped_while_scaled", DP2, "gradients are clipped while they are 1024 times too large"),
+        ("own_loops:changed_between_steps", DP2, "head.weight is changed between steps: step 1 does not begin with"),
+    ],
+)
+def test_a_mistake_is_named(pools: Pools, tmp_path: Path, name: str, cell: str, sentence: str) -> None:
+    first, *_ = causes_of(pools, tmp_path, f"tests.support.{name}", [cell])
+    assert sentence in first.sentence
+
+
 def replace_reason(case: CaseResult, reason: str) -> CaseResult:
     return CaseResult(**{**{name: getattr(case, name) for name in case.__struct_fields__}, "reason": reason})
 

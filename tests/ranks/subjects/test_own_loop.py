@@ -10,6 +10,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import TRAINER_CELLS, Case
 from conformance.plan.substrates import SIM
 from conformance.run.pool import Pools
@@ -18,6 +19,7 @@ from conformance.subjects.running import SubjectRuns
 
 LOOPS = "tests.support.own_loops"
 BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
+RESUMED = BY_ID["dp2-fp32-default-full-from.same"]
 DP2, ACCUMULATED = BY_ID["dp2-fp32-default-full"], BY_ID["dp2-fp32-default-full-acc2"]
 LAWS = {
     law: asserted
@@ -30,11 +32,11 @@ def store_of(pools: Pools, directory: Path, name: str) -> RecordStore:
     return RecordStore(directory, "test", str(torch.__version__), None, 60.0, pools, subject=f"{LOOPS}:{name}")
 
 
-def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict) -> dict[str, str]:
-    """Return the reasons of a verdict on steps with accumulation, by law."""
+def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Cell = ACCUMULATED) -> dict[str, str]:
+    """Return the reasons of a verdict on a cell, by law."""
     store = store_of(pools, directory, name)
     machine = Machine(hardware=store.hardware, torch_version=store.torch_version, max_world_size=8)
-    cases = [(Case(law, ACCUMULATED, name), each) for law, each in LAWS.items() if each.law.scope.holds(ACCUMULATED)]
+    cases = [(Case(law, cell, name), each) for law, each in LAWS.items() if each.law.scope.holds(cell)]
     judged = [judge(case, each.law, each.test, store, machine=machine) for case, each in cases]
     return {entry.case.law: entry.reason for entry in judged if entry.verdict == verdict}
 
@@ -60,6 +62,11 @@ def test_right_loops_pass(pools: Pools, tmp_path: Path, name: str, unsupported: 
     assert reasons(pools, tmp_path, name, Verdict.FAIL) == {}
     assert reasons(pools, tmp_path, name, Verdict.UNSUPPORTED).keys() <= unsupported
     assert reasons(pools, tmp_path, name, Verdict.PASS).keys() >= {"gradients", "parameters", "clipping"}
+
+
+def test_a_schedule_goes_on_when_a_run_is_resumed(pools: Pools, tmp_path: Path) -> None:
+    assert reasons(pools, tmp_path, "resumed_schedule", Verdict.FAIL, RESUMED) == {}
+    assert "parameters" in reasons(pools, tmp_path, "resumed_schedule", Verdict.PASS, RESUMED)
 
 
 @pytest.mark.parametrize(

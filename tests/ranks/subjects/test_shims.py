@@ -42,12 +42,16 @@ assert used_shims() == [
 ]
 """
 _CUDA = """
+import pickle
 import torch
 from conformance.subjects import use_shims
 use_shims("cuda-as-processor")
 torch.cuda.set_device(0)
 assert torch.ones(2, device=torch.cuda.current_device()).cuda().device.type == "cpu"
 assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+processor = torch.device(f"cuda:{torch.cuda.current_device()}")
+assert [processor.type, torch.device("cuda", 0).type, torch.device("meta").type] == ["cpu", "cpu", "meta"]
+assert isinstance(pickle.loads(pickle.dumps(processor)), torch.device) and not isinstance("cpu", torch.device)
 torch.cuda.synchronize()
 assert torch.cuda.max_memory_allocated() == 0
 """

@@ -1,0 +1,1 @@
+"""Trainers and mistakes that were written after the suite, and before any of them was run."""

@@ -1,0 +1,1 @@
+"""Twelve correct trainers of kinds that the suite was not built on."""

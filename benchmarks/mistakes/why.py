@@ -1,3 +1,0 @@
-"""Reasons of the rows that are not right, by name."""
-
-WHY: dict[str, str] = {}

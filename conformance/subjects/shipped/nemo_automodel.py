@@ -1,0 +1,72 @@
+"""NeMo Automodel's Qwen 3 with experts, its deferred synchronisation and its clipping, in a loop like its recipe's.
+
+Tried with nemo-automodel 0.7.0. https://docs.nvidia.com/nemo/automodel
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from conformance.subjects import LoopConfig, language_model, own_loop, use_shims
+
+use_shims("cuda-as-processor")
+
+from nemo_automodel.components.models.common import BackendConfig  # noqa: E402
+from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM  # noqa: E402
+from nemo_automodel.components.training.utils import (  # noqa: E402
+    prepare_for_final_backward,
+    prepare_for_grad_accumulation,
+    scale_grads_and_clip_grad_norm,
+)
+from transformers import Qwen3MoeConfig  # noqa: E402
+
+VOCABULARY = 64
+_OBJECTIVE = language_model(VOCABULARY)
+_WITHOUT_KERNELS = BackendConfig(
+    attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts="torch", dispatcher="torch"
+)
+
+
+def qwen3_moe() -> nn.Module:
+    """Return two layers of four experts each, initialised."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.0,
+    )
+    model: Any = Qwen3MoeForCausalLM(config, backend=_WITHOUT_KERNELS)
+    model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.float32)
+    return model  # type: ignore[no-any-return]
+
+
+@own_loop(model=qwen3_moe, **_OBJECTIVE, meshes=["dp2", "hsdp2x2"])
+def nemo_automodel(config: LoopConfig) -> Iterator[None]:
+    """Divide by the labels of all ranks, and synchronise gradients in the last micro-batch."""
+    model: Any = config.model()
+    mesh = config.device_mesh()
+    for module in (*model.model.layers.values(), model):
+        fully_shard(module, mesh=mesh)
+    optimizer = config.optimizer(model.parameters())
+    for batches in config.steps:
+        labels = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
+        dist.all_reduce(labels)
+        prepare_for_grad_accumulation([model])
+        for index, batch in enumerate(batches):
+            if index == len(batches) - 1:
+                prepare_for_final_backward([model])
+            torch.autograd.backward(_OBJECTIVE["loss"](model, batch) * dist.get_world_size() / labels)
+        scale_grads_and_clip_grad_norm(config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
