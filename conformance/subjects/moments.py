@@ -91,7 +91,7 @@ class Moments:
         """
         self._run, self._observer, self._search, self._ended = run, observer, search, ended
         self._first, self._accumulation, self._max_norm = first, accumulation, max_norm
-        self._turns, self._of_turns = turns, [frozenset[int]()]
+        self._turns, self._stepping = turns, [frozenset[int]()]
         """Turns, and the parameters, by id, whose optimizers step in each."""
         self._made: list[Optimizer] = []
         self._is_found = False
@@ -126,9 +126,9 @@ class Moments:
         return self._first + self._taken
 
     @property
-    def _of_turn(self) -> frozenset[int]:
+    def _stepping_now(self) -> frozenset[int]:
         """Parameters, by id, whose optimizers step in the present turn."""
-        return self._of_turns[self._taken % len(self._turns)]
+        return self._stepping[self._taken % len(self._turns)]
 
     @property
     def _is_over(self) -> bool:
@@ -195,7 +195,7 @@ class Moments:
         held = {id(parameter) for parameter in parameters_of(self._run.optimizer)}
         named = [(self._search.named(name), id(each)) for name, each in model.named_parameters()]
         several = len(self._turns) > 1
-        self._of_turns = [
+        self._stepping = [
             frozenset(each for name, each in named if turn.trains(name) and each in held)
             if several
             else frozenset(held)
@@ -356,7 +356,7 @@ class Moments:
         if self._is_over or len(self._turns) == 1:
             return
         held = {id(parameter) for parameter in parameters_of(optimizer)}
-        if not held & self._of_turn:
+        if not held & self._stepping_now:
             expected = self._turns[self._taken % len(self._turns)].module
             raise SubjectMistake(
                 f"{type(optimizer).__name__} steps, which holds no parameter of {expected}, whose turn it is: declare "
@@ -416,7 +416,7 @@ class Moments:
         if self._in_step or not self._is_found:
             return
         self._count.stepped |= {id(parameter) for parameter in parameters_of(optimizer)}
-        if self._count.stepped >= self._of_turn:
+        if self._count.stepped >= self._stepping_now:
             self._tell("idle")
             if len(self._turns) == 1:  # a turn may compute the model several times
                 self._ended(self._count, self._accumulation[self._taken])

@@ -17,7 +17,7 @@ class SeveralOptimizers(Optimizer):
     """Optimizers that train one model together: parameters and state are theirs, and a step is one of each."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take optimizers in the order in which they step; `Optimizer.__init__` would make groups of its own."""
+        """Take optimizers in the order in which they step; `Optimizer.__init__` would make new groups."""
         self.optimizers = optimizers
         self.defaults: dict[str, Any] = {}
         self.param_groups = [group for each in optimizers for group in each.param_groups]

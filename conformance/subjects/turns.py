@@ -1,4 +1,4 @@
-"""Turns of a training step: in each one optimizer steps for a loss of its own, as for the two networks of a GAN.
+"""Turns of a training step: in each one optimizer steps, for one of several losses, as of the networks of a GAN.
 
 A step of a run, by which facts and tensors are numbered, is one turn. All turns of a training step have its batches.
 """

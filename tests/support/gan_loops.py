@@ -18,7 +18,7 @@ Batch = dict[str, Tensor]
 
 
 class Gan(nn.Module):
-    """Two networks; nobody calls their container."""
+    """Two networks, whose container is never called."""
 
     def __init__(self) -> None:
         super().__init__()
