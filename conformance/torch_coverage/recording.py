@@ -44,7 +44,7 @@ def recording(directory: Path, device: torch.device) -> Iterator[None]:
     finally:
         tracer.stop()
     data = tracer.get_data()
-    seen = Seen(torch=torch.__version__, values=calls.values, pairs=calls.pairs)
+    seen = Seen(torch=str(torch.__version__), values=calls.values, pairs=calls.pairs)
     for file in data.measured_files():
         seen.jumps[Path(file).relative_to(root).as_posix()] = set(data.arcs(file) or ())
     (directory / SEEN_FILES.replace("*", uuid.uuid4().hex)).write_bytes(msgspec.msgpack.encode(seen))
