@@ -51,7 +51,9 @@ def add_parser(commands: Commands) -> None:
         metavar="DIR",
         help="instead: branches and parameters of torch that the sessions of these reports have seen together",
     )
-    parser.add_argument("--keep", action="store_true", help="with --torch: keep the figures in docs/torch_coverage.json")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --torch: keep the figures in docs/torch_coverage.json"
+    )
     parser.add_argument("--json", action="store_true", help="all numbers as JSON, as in report.json")
     parser.set_defaults(run=run)
 

@@ -28,10 +28,10 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
-from conformance.torch_release import untried
 from conformance.torch_coverage.figures import TorchCoverage, figures
 from conformance.torch_coverage.reasons import read_reasons
 from conformance.torch_coverage.seen import REPORT_FILE, seen_in_records
+from conformance.torch_release import untried
 from reference_trainer.checks import UsageError
 
 

@@ -1,7 +1,6 @@
 """Coverage of a session, and coverage in words and tables."""
 
 from collections.abc import Iterable, Iterator
-
 from pathlib import Path
 
 from conformance.judge.verdicts import Verdict

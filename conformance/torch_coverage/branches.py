@@ -69,6 +69,4 @@ def _function(area: str, file: str, name: str, region: Mapping[str, Any]) -> Fun
         return None
     seen, missing = (frozenset(map(tuple, region[f"{kind}_branches"])) for kind in ("executed", "missing"))
     called = bool(region["executed_lines"])
-    return Function(
-        area=area, file=file, name=name, line=min(lines), is_called=called, seen=seen, missing=missing
-    )
+    return Function(area=area, file=file, name=name, line=min(lines), is_called=called, seen=seen, missing=missing)
