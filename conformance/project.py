@@ -19,7 +19,7 @@ LAYERS = (
     ("conformance/*.py",),
     ("conformance/numerics", "conformance/covering_arrays"),
     ("conformance/plan", "conformance/sim", "conformance/instruments", "conformance/oracles"),
-    ("conformance/defects", "conformance/run", "conformance/simulated_device"),
+    ("conformance/defects", "conformance/run", "conformance/simulated_device", "conformance/torch_coverage"),
     ("conformance/experiments", "conformance/judge", "conformance/findings", "conformance/matrix_lock"),
     ("conformance/sweeps", "conformance/sim_runs"),
     ("conformance/assertions", "conformance/report", "conformance/sizing"),

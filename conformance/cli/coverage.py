@@ -1,7 +1,12 @@
-"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and the gaps of laws."""
+"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and the gaps of laws.
+
+With `--torch` the coverage of torch's own Python, which sessions with `--torch-coverage` have measured.
+"""
 
 import argparse
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from tabulate import tabulate
@@ -13,7 +18,13 @@ from conformance.plan.content import Content
 from conformance.plan.coverage import coverage, covered, impossible_pairs, laws_on, on_numbers
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
+from conformance.report.schema import read_report
+from conformance.report.torch_coverage import area_table, left_table, missing_lines
 from conformance.report.wording import counted, spelled
+from conformance.torch_coverage.figures import figures, targets
+from conformance.torch_coverage.keeping import keep
+from conformance.torch_coverage.reasons import left_on_purpose, read_reasons
+from conformance.torch_coverage.seen import Seen, read_seen
 from reference_trainer.checks import UsageError
 
 _SHOWN = 20
@@ -33,6 +44,16 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="list up to N missing pairs, or `all` (default: %(default)s)",
     )
+    parser.add_argument(
+        "--torch",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="instead: branches and parameters of torch that the sessions of these reports have seen together",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="with --torch: keep the figures in docs/torch_coverage.json"
+    )
     parser.add_argument("--json", action="store_true", help="all numbers as JSON, as in report.json")
     parser.set_defaults(run=run)
 
@@ -40,6 +61,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Print the coverage of a profile. Raises UsageError for a matrix, a profile or a number that is none."""
     limit = _limit(options.missing)
+    if options.torch or options.keep:
+        return _of_torch(options, limit)
     matrix = load_matrix(options.matrix)
     cells = matrix.profile_cells(options.profile)
     profile = coverage(matrix, cells)
@@ -55,6 +78,36 @@ def run(options: argparse.Namespace) -> Answer:
         tabulate(law_rows(profile), headers=LAW_HEADERS, disable_numparse=True, maxcolwidths=_LAW_WIDTHS),
     ]
     return Answer("\n\n".join(sections))
+
+
+def _of_torch(options: argparse.Namespace, limit: int | None) -> Answer:
+    """Return the coverage of torch in all reports together, and keep its figures if that is asked for.
+
+    Raises UsageError for a report without it, for one of another torch than the installed one, whose lines differ, and
+    for reports of several profiles whose figures are to be kept.
+    """
+    if not options.torch:
+        raise UsageError("--keep needs --torch DIR: whose figures?")
+    seen = Seen()
+    for directory in options.torch:
+        seen.add(read_seen(directory))
+    if seen.torch != (installed := importlib.metadata.version("torch")):
+        raise UsageError(f"measured with torch {seen.torch}, and torch {installed} is installed: lines differ")
+    reasons = read_reasons()
+    covered = figures(seen, reasons)
+    if options.keep:
+        profiles = {read_report(directory).profile for directory in options.torch}
+        if len(profiles) > 1:
+            raise UsageError(f"--keep: these reports are of several profiles: {', '.join(sorted(profiles))}")
+        keep(profiles.pop(), covered)
+    if options.json:
+        return Answer(as_json(covered))
+    found = targets(seen)
+    left = left_on_purpose(found, reasons)
+    lines = missing_lines(found, left)
+    shown = lines[:limit]
+    more = [f"... and {len(lines) - len(shown)} more: see --missing all"] * (len(lines) > len(shown))
+    return Answer("\n\n".join([area_table(covered), "missing:\n" + "\n".join([*shown, *more]), left_table(left)]))
 
 
 def _limit(text: str) -> int | None:

@@ -23,7 +23,9 @@ from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
+from conformance.report.torch_coverage import page
 from conformance.run.kinds import described, kinds
+from conformance.torch_coverage.keeping import read_kept
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
 _ABOUT = {
@@ -107,6 +109,7 @@ def generated() -> dict[Path, str]:
             findings(), read_versions(), trainers=findings(TRAINERS), trainer_versions=read_versions(TRAINERS)
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
+        docs / "torch_coverage.md": page(read_kept()),
         **_fidelity(),
     }
 
@@ -180,9 +183,9 @@ def _subject_laws() -> str:
 
 def _subjects() -> str:
     """Return tables of the verdicts on released trainers that docs/subjects/ keeps."""
-    from conformance.subjects.keeping import read_kept, table  # torch is for those who ask for this page
+    from conformance.subjects import keeping  # torch is for those who ask for this page
 
-    return table(read_kept())
+    return keeping.table(keeping.read_kept())
 
 
 def _packages() -> str:

@@ -377,3 +377,18 @@ def pending_gradient_of_own_rank(
         return DTensor.from_local(grad.to_local(), mesh, layout, shape=grad.shape, stride=grad.stride())
 
     original(parameters, list(map(as_parameter, grads, parameters)), *lists, **options)
+
+
+@defect(
+    "OPT-3",
+    "id = dp2-tp2-fp32-default-meta-nosp",
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html",
+    subjects=("RMSprop, foreach, alpha",),
+)
+@instead_of("torch.optim.rmsprop", "_multi_tensor_rmsprop")
+def default_smoothing_of_shards(
+    benign: bool, original: Call, parameters: list[Tensor], *lists: Any, alpha: float, **options: Any
+) -> None:
+    """RMSprop takes its default smoothing constant for sharded parameters, whatever is asked for."""
+    is_wrong = not benign and isinstance(parameters[0], DTensor)
+    original(parameters, *lists, alpha=0.99 if is_wrong else alpha, **options)

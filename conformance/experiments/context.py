@@ -27,6 +27,8 @@ from conformance.sim import device as simulated
 from conformance.sim import schedules
 from conformance.sim.building import LIBRARY_VARIABLE
 from conformance.sim.schedules import Schedule
+from conformance.torch_coverage.recording import recording
+from conformance.torch_coverage.seen import VARIABLE
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import init_weights
 from reference_trainer.mesh import backends, build_mesh, destroy_process_group, init_process_group
@@ -112,7 +114,10 @@ def experiment(
     def declare(function: Callable[[RankWorld], Result]) -> Experiment[Result]:
         def perform(context: RankContext, job: Job) -> Result:
             with rank_world(context, job, world=world, process_group=process_group) as rank:
-                return function(rank)
+                if VARIABLE not in os.environ or world == "none":  # such a process computes expected values
+                    return function(rank)
+                with recording(Path(job.kept), rank.device):
+                    return function(rank)
 
         return Experiment(
             name=f"{function.__module__}:{function.__name__}",

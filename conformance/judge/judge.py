@@ -50,6 +50,8 @@ class Judged:
     """Time spent running cells."""
     error: BaseException | None = None
     """Exception that ended the test, if any."""
+    records: frozenset[str] = frozenset()
+    """Names of the records of the reference trainer that the law has asked for."""
 
 
 def judge(
@@ -91,7 +93,8 @@ def judge(
     if drift is not None and verdict == Verdict.PASS:
         verdict, reason = drift(case.id, measured)
     clock = runs.clock
-    return Judged(case, substrate, verdict, reason, measured, clock.wait_s, clock.run_s, error)
+    records = frozenset(runs.records) if isinstance(runs, CaseRuns) else frozenset()
+    return Judged(case, substrate, verdict, reason, measured, clock.wait_s, clock.run_s, error, records)
 
 
 def _runs(case: Case, law: Law, store: RecordStore) -> Runs:

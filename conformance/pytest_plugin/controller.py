@@ -22,12 +22,15 @@ from conformance.pytest_plugin.report_files import PLAN, ReportFiles, name_suite
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.terminal import SummarizedFailures
-from conformance.report.coverage import session_coverage
+from conformance.report.coverage import judges_torch, session_coverage
 from conformance.report.explain import explain
 from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
+from conformance.torch_coverage.figures import TorchCoverage, figures
+from conformance.torch_coverage.reasons import read_reasons
+from conformance.torch_coverage.seen import REPORT_FILE, seen_in_records
 from conformance.torch_release import untried
 from reference_trainer.checks import UsageError
 
@@ -45,6 +48,7 @@ class Controller:
         self._start_s = time.monotonic()
         self._header = _header(setup)
         self._results: dict[str, CaseResult] = {}
+        self._records: dict[str, list[str]] = {}
         self._crashed: dict[str, str] = {}
         self._planned: list[str] = []
         self._collection_failed = False
@@ -82,6 +86,7 @@ class Controller:
             self._files.replace_earlier()
             result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
+            self._records[result.nodeid] = report.judged_records  # type: ignore[attr-defined]
             self._files.write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._files.replace_earlier()
@@ -118,6 +123,8 @@ class Controller:
             cases=sorted(self._results.values(), key=lambda result: result.id),
             accepted=self._setup.accepted,
         )
+        if self._setup.store.covers_torch:
+            report = replace(report, torch_coverage=self._torch_coverage())
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             report = self._with_smallest(self._with_trainer(report), session.config)
             report = self._with_causes(self._with_locations(report, session.config))
@@ -144,6 +151,15 @@ class Controller:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
+
+    def _torch_coverage(self) -> TorchCoverage:
+        """Return the coverage of torch by the records that laws have judged, and write all that they have seen."""
+        judging = [result for result in self._results.values() if judges_torch(result)]
+        records = {record for result in judging for record in self._records.get(result.nodeid, ())}
+        seen = seen_in_records(self._setup.store.directory, records)
+        with self._files.noting():
+            (self._directory / REPORT_FILE).write_bytes(msgspec.json.encode(seen, order="sorted"))
+        return figures(seen, read_reasons())
 
     def _with_trainer(self, report: Report) -> Report:
         """Return the report with facts about another trainer; faults that no law sees make it not conformant."""

@@ -63,6 +63,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--fast": {"action": "store_true", "help": "with --subject: only the cells that show most; no faults"},
     "--accepted": {"metavar": "FILE", "help": "with --subject: failures that are accepted until a day"},
     "--annotations": {"action": "store_true", "help": "print annotations for GitHub Actions elsewhere, too"},
+    "--torch-coverage": {
+        "action": "store_true",
+        "help": "measure which branches and options of torch the judged runs use: see `conformance coverage --torch`",
+    },
     "--deadline": {
         "type": float,
         "metavar": "SECONDS",

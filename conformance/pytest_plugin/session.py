@@ -255,6 +255,7 @@ class Session:
             result = self._result(item.nodeid, case_item, case_item.judged)
             report.user_properties += case_properties(result, torch_version=self._setup.machine.torch_version)
             report.conformance = msgspec.to_builtins(result)  # type: ignore[attr-defined]
+            report.judged_records = sorted(case_item.judged.records)  # type: ignore[attr-defined]
         return report
 
     def pytest_unconfigure(self) -> None:

@@ -29,6 +29,7 @@ from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools, RunsTasks
 from conformance.run.store import RecordStore
+from conformance.torch_coverage.branches import require_coverage
 from reference_trainer.checks import UsageError
 
 POOLS = pytest.StashKey[RunsTasks]()
@@ -106,6 +107,8 @@ def read_options(config: pytest.Config) -> SessionSetup:
         profile_name = TRAINERS if subject else option.profile
         profile = matrix.profile(profile_name)
         _require_no_other_data(option)
+        if option.torch_coverage:
+            require_coverage(is_of_reference=not subject)
         selection = parse(option.cells) if option.cells is not None else None
         laws = matrix.trainer_laws() if subject else matrix.laws()
         laws = parse_laws(option.laws, laws) if option.laws is not None else laws
@@ -153,6 +156,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 subject=subject,
                 pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
                 hardware=hardware,
+                covers_torch=option.torch_coverage,
             ),
             repro_options=tuple(_repro_options(option, defect)),
             faults=not (option.no_faults or option.fast),

@@ -1,6 +1,7 @@
 """Coverage of a session, and coverage in words and tables."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage, LawCoverage, Tally, coverage
@@ -11,6 +12,8 @@ from conformance.report.wording import share_text
 _HAVE_JUDGED = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED, Verdict.FAIL, Verdict.UNEXPECTED_PASS)
 """Verdicts of a law on a run that has ended."""
 
+_CHAPTERS = ("interfaces", "memory", "numerics", "schedule", "state")
+"""Chapters of laws on numbers, memory, traffic or state: all but preconditions, options of the suite and trainers."""
 _PENDING = "unsupported, not selected, or without a result"
 TOTAL_HEADERS = ["combinations", "share", "seen", "possible"]
 AXIS_HEADERS = ["axis", "pairs", "seen", "possible", "triples", "seen", "possible"]
@@ -30,10 +33,21 @@ def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], 
     judged = {
         (case.law, planned[case.cell].id)
         for case in cases
-        if case.cell in planned and case.verdict in _HAVE_JUDGED and (case.measured or case.law not in on_numbers)
+        if case.cell in planned and has_judged(case, needs_measurement=case.law in on_numbers)
     }
     cells = dict.fromkeys([*matrix.profile_cells(profile), *(matrix.cells[cell] for _, cell in sorted(judged))])
     return coverage(matrix, list(cells), judged=judged)
+
+
+def has_judged(case: CaseResult, *, needs_measurement: bool) -> bool:
+    """Return whether a case has judged a run that ended, and where it needs to, by a measurement."""
+    return case.verdict in _HAVE_JUDGED and (bool(case.measured) or not needs_measurement)
+
+
+def judges_torch(case: CaseResult) -> bool:
+    """Return whether a case has judged numbers, memory, traffic or state of torch, as the chapter of its law says."""
+    chapter = Path(case.nodeid.partition("::")[0]).parent.name
+    return chapter in _CHAPTERS and has_judged(case, needs_measurement=True)
 
 
 def coverage_line(covered: Coverage) -> str:

@@ -29,6 +29,7 @@ from conformance.report.facts import CellFacts, suite_digest
 from conformance.report.schema import CaseResult, Report, read_report
 from conformance.report.text import restrictions
 from conformance.report.wording import counted, share_text
+from conformance.torch_coverage.figures import TorchCoverage
 from reference_trainer.checks import UsageError
 
 Kind = Literal[
@@ -126,6 +127,7 @@ def diff(before: Report, after: Report, *, any_suite: bool = False) -> Differenc
             "run both with one, or compare all the same with --any-suite"
         )
     changes = [*_cases(before, after), *_cells(before, after), *_coverage(before.coverage, after.coverage)]
+    changes += _torch_coverage(before.torch_coverage, after.torch_coverage)
     return Difference(before=_title(before), after=_title(after), changes=changes)
 
 
@@ -194,6 +196,17 @@ def _coverage(before: Coverage, after: Coverage) -> Iterator[Change]:
         judged = Tally(new_law.judged, new_law.cells) if new_law else Tally(0, 0)
         if judged.seen < old_law.judged:
             yield _fall(law, Tally(old_law.judged, old_law.cells), judged, "cells judged")
+
+
+def _torch_coverage(before: TorchCoverage | None, after: TorchCoverage | None) -> Iterator[Change]:
+    """Areas of torch of which a smaller share of branches or parameters is seen, if both sessions measured it."""
+    if before is None or after is None:
+        return
+    for name in before.areas.keys() & after.areas.keys():
+        for what in ("branches", "parameters"):
+            old, new = (getattr(side.areas[name], what) for side in (before, after))
+            if new.share < old.share:
+                yield _fall(name, old, new, f"{what} of torch seen by judged runs")
 
 
 def _fall(case: str, before: Tally, after: Tally, reason: str) -> Change:

@@ -15,6 +15,7 @@ from conformance.report.causes import Cause
 from conformance.report.facts import CellFacts
 from conformance.report.location import Location
 from conformance.report.trainer import TrainerFacts
+from conformance.torch_coverage.figures import TorchCoverage
 from reference_trainer.checks import UsageError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -123,6 +124,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Facts about cells, by id; no verdict rests on them."""
     coverage: Coverage
     """Combinations and cells of the profile that the session has judged."""
+    torch_coverage: TorchCoverage | None = None
+    """Coverage of torch's own Python by the judged runs; null without `--torch-coverage`."""
     cases: list[CaseResult]
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""

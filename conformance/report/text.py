@@ -17,6 +17,7 @@ from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
 from conformance.report.schema import CaseResult, Report
+from conformance.report.torch_coverage import total_line
 from conformance.report.trainer import judged_line, trainer_lines
 from conformance.report.wording import counted
 
@@ -297,7 +298,10 @@ def _not_judged(report: Report) -> Iterator[str]:
 
 def _scope(report: Report) -> list[str]:
     """Return the lines about another trainer, whose cells are fixed, or else the coverage of the profile."""
-    return list(trainer_lines(report.trainer)) if report.trainer else [coverage_line(report.coverage)]
+    if report.trainer:
+        return list(trainer_lines(report.trainer))
+    of_torch = [total_line(report.torch_coverage)] if report.torch_coverage else []
+    return [coverage_line(report.coverage), *of_torch]
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:

@@ -21,6 +21,7 @@ from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, read_record, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import kind_of_processes, require_features
+from conformance.torch_coverage.seen import VARIABLE as COVERAGE_VARIABLE
 
 # Error messages of ranks, and of libraries in them, about a disk: no fault of the product.
 _STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
@@ -32,6 +33,8 @@ class CaseRuns:
     def __init__(self, store: RecordStore, accepts: tuple[Substrate, ...] = REAL) -> None:
         self.store = store
         self.clock = Clock()
+        self.records: set[str] = set()
+        """Names of the records that the law has asked for."""
         self._real = tuple(substrate for substrate in accepts if substrate != "simulated") or REAL
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
@@ -47,6 +50,7 @@ class CaseRuns:
         substrate = self._substrate(cell)
         self._require_features(Needs.TRAINING, cell, substrate)
         header = self._header(cell, substrate, repeat=repeat, experiment=TAPPED if tapped else TRAINING)
+        self.records.add(self.store.directory_of(header).name)
         return self.store.record(header, lambda directory: self._train(header, directory), self.clock)
 
     def tapped_directory(self, cell: Cell) -> Path:
@@ -70,6 +74,7 @@ class CaseRuns:
         header = self._header(
             cell, substrate, experiment=experiment.name, alone=experiment.alone, sampled=experiment.sampled
         )
+        self.records.add(self.store.directory_of(header).name)
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
         return [msgspec.convert(result, experiment.result) for result in results]
 
@@ -151,7 +156,8 @@ class CaseRuns:
             accelerated=device_type(substrate) == "cuda",
             compiles=cell.compile,
         )
-        return task, {**store.hardware.environment(substrate), **cell.environment}
+        coverage = {COVERAGE_VARIABLE: "1"} if store.covers_torch else {}
+        return task, {**store.hardware.environment(substrate), **cell.environment, **coverage}
 
     def _kind(self, cell: Cell) -> str:
         """Return the kind of a cell's tasks; ranks are shared between defects whose traces are harmless alone."""

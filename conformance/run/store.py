@@ -70,6 +70,9 @@ class RecordStore:
     subject: str | None = None
     """Trainer that is judged, as `known_trainers.resolve` takes its name; None for the reference trainer."""
 
+    covers_torch: bool = False
+    """True if ranks leave in each record what they have seen of torch's own Python, see `torch_coverage.recording`."""
+
     def __post_init__(self) -> None:
         self._finished: set[Path] = set()
         self._records = lru_cache(maxsize=KEPT)(_record)

@@ -48,18 +48,22 @@ _VALUES: dict[str, dict[str, Any]] = {
     "t0": {"t0": 1.0},  # from which on ASGD averages
     "line_search_fn": {"line_search_fn": "strong_wolfe"},
     "adjust_lr_fn": {"adjust_lr_fn": "match_rms_adamw"},
+    "etas": {"etas": (0.25, 1.5)},  # on either side of 1
 }
-"""Options by the parameter of a signature that they try, with its prerequisites; switches need no entry."""
+"""Options by the parameter of a signature that they try, with its prerequisites.
+
+Switches need no entry, nor do numbers that may be halved."""
 _IMPLEMENTATIONS = ("foreach", "fused")
 _FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimizers whose steps a graph of CUDA can capture."""
+_OF_SPARSE = ("", ", betas", ", eps", ", maximize", ", tensor lr")
 IMPOSSIBLE: dict[str, str] = {
     **{f"{name}, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
     **{f"{name}, foreach, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
     **{f"{name}, foreach, differentiable": "operators on lists have no gradient" for name in (*_FOR_GRAPHS, "Adagrad")},
     **{f"{name}, fused, differentiable": "has no gradient" for name in ("Adagrad", "Adam", "AdamW", "SGD")},
     **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
-    **dict.fromkeys(("SparseAdam", "SparseAdam, maximize", "SparseAdam, tensor lr"), "refuses dense gradients"),
+    **{f"SparseAdam{option}": "refuses dense gradients" for option in _OF_SPARSE},
 }
 """Samples that torch refuses for plain tensors, in all versions from 2.11 on, with the reason; no sweep tries them."""
 
@@ -138,14 +142,28 @@ def _parameters(make: type[Optimizer]) -> Mapping[str, inspect.Parameter]:
 
 
 def _options_of(make: type[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the options to try, by name: values that are known, every switch turned, and the rate as a tensor."""
+    """Return the options to try, by name: values that are known, every switch turned, and the rate as a tensor.
+
+    Where each element depends on itself alone, also half of every other number, such as `betas` and `eps`: bits are
+    equal with any. The bounds of the other optimizers are derived for the numbers that they have.
+    """
     options = {}
     for name, parameter in _parameters(make).items():
         if name in _VALUES:
             options[name] = _VALUES[name]
         elif isinstance(parameter.default, bool):
             options[name] = {name: not parameter.default}
+        elif name != "lr" and make.__name__ not in _REDUCING and (half := _half(parameter.default)) is not None:
+            options[name] = {name: half}
     return options | {"tensor lr": {"lr": torch.tensor(_USUAL.get(make.__name__, {}).get("lr", _LR))}}
+
+
+def _half(default: Any) -> Any:
+    """Return half of a number other than 0, or of each in a tuple; None for anything else."""
+    if isinstance(default, tuple):
+        halves = tuple(map(_half, default))
+        return None if None in halves else halves
+    return default / 2 if isinstance(default, float) and default else None
 
 
 Shapes = Sequence[tuple[int, ...]]

@@ -1,0 +1,101 @@
+import inspect
+
+import pytest
+
+from conformance.plan.coverage import Tally
+from conformance.report.torch_coverage import missing_lines
+from conformance.torch_coverage.branches import functions, require_coverage
+from conformance.torch_coverage.figures import figures, targets
+from conformance.torch_coverage.interfaces import described, interfaces, is_default
+from conformance.torch_coverage.reasons import Reason, Target, left_on_purpose, read_reasons
+from conformance.torch_coverage.seen import Seen
+from reference_trainer.checks import UsageError
+
+CLIP = "torch.nn.utils.clip_grad.clip_grad_norm_"
+
+
+def test_interfaces_are_read_from_signatures() -> None:
+    known = {interface.name: [parameter.name for parameter in interface.parameters] for interface in interfaces()}
+    assert known[CLIP] == ["parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach"]
+    assert known["torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"] == [
+        "requires_gradient_sync",
+        "recurse",
+    ]
+    assert "param_dtype" in known["torch.distributed.fsdp.MixedPrecisionPolicy"]
+    assert "pin_memory" in known["torch.distributed.fsdp.CPUOffloadPolicy"]
+    assert not any("FullyShardedDataParallel" in name for name in known)
+    assert len(known) == len(interfaces())
+
+
+def test_values_are_described_in_short() -> None:
+    assert [described(value) for value in (True, "full", [1, 1, 2], {"a": 1}, described)] == [
+        "True",
+        "'full'",
+        "[1, 2]",
+        "{int}",
+        "function",
+    ]
+
+
+def test_only_an_equal_value_of_the_same_type_is_the_default() -> None:
+    assert is_default(2.0, 2.0)
+    assert not is_default(2, 2.0)
+    assert not is_default(None, inspect.Parameter.empty)
+
+
+def test_figures_count_seen_parameters_and_pairs() -> None:
+    seen = Seen(values={CLIP: {"norm_type": {"inf"}, "foreach": {"True"}}}, pairs={CLIP: {("foreach", "norm_type")}})
+    area = figures(seen, []).areas["clip_grad"]
+    assert area.parameters.seen == 2 + 2  # and the two that have no default
+    assert area.pairs.seen == 1
+    assert area.branches.seen == 0 < area.branches.possible
+
+
+def test_a_jump_is_a_seen_branch() -> None:
+    nothing = {(function.file, function.name): function for function in functions({})}
+    place = ("nn/utils/clip_grad.py", "_get_total_norm")
+    jump = min(nothing[place].missing)
+    entered = {(-1, jump[0]), jump}
+    again = {(function.file, function.name): function for function in functions({place[0]: entered})}
+    assert again[place].seen == {jump}
+    assert again[place].is_called
+    assert not nothing[place].is_called
+
+
+def test_reasons_match_targets_of_the_installed_torch() -> None:
+    left = left_on_purpose(targets(Seen()), read_reasons())
+    assert {target.area for target in left} >= {"tensor", "pipelining", "checkpoint"}
+
+
+def test_a_reason_that_matches_nothing_is_refused() -> None:
+    target = Target("parameter", "optim", "torch.optim.SGD", "lr", False)
+    with pytest.raises(UsageError, match=r"matches `torch\.optim\.Gone`"):
+        left_on_purpose([target], [Reason(places=["torch.optim.Gone"], reason="gone")])
+
+
+def test_missing_lines_name_what_was_used_instead() -> None:
+    found = [
+        Target("parameter", "optim", "torch.optim.SGD", "lr", True, "0.5"),
+        Target("parameter", "optim", "torch.optim.SGD", "fused", False),
+        Target("function", "optim", "optim/sgd.py:sgd", "line 3", False),
+        Target("branch", "optim", "optim/sgd.py:sgd", "line 3 -> 4", False),
+    ]
+    assert missing_lines(found, {}) == [
+        "optim/sgd.py:sgd: never called, line 3, 1 branches",
+        "torch.optim.SGD: parameters fused (seen: lr: 0.5)",
+    ]
+
+
+def test_seen_of_two_versions_is_not_added() -> None:
+    with pytest.raises(UsageError, match="cannot be added"):
+        Seen(torch="2.13.0").add(Seen(torch="2.12.0"))
+
+
+def test_another_trainer_has_no_coverage() -> None:
+    with pytest.raises(UsageError, match="leave out --subject"):
+        require_coverage(is_of_reference=False)
+
+
+def test_what_is_left_is_not_possible() -> None:
+    reason = Reason(places=["nn/utils/clip_grad.py:*"], reason="test")
+    assert figures(Seen(), [reason]).areas["clip_grad"].branches == Tally(0, 0)
