@@ -111,7 +111,7 @@ RULES: Mapping[str, Rule] = {
     # Training.
     "train": Rule(("", "twice", "losses", "retained", "evaluated"), weight=10, after=_trained),
     "forward": Rule(weight=2, after=_computed),
-    "evaluate": Rule(("", "inference", "shared"), weight=4, needs=_has_layers, after=_computed),
+    "evaluate": Rule(("", "shared"), weight=4, needs=_has_layers, after=_computed),
     "synchronise": Rule(
         ("off", "on"), weight=4, after=lambda progress, value: replace(progress, synchronises=value == "on")
     ),

@@ -403,14 +403,15 @@ class ShardedLife(Life):
     def evaluate(self, how: str = "") -> None:
         """Compute an output without gradients, also by another module that shares a layer."""
         x = self.inputs(self._rank)
-        with torch.inference_mode() if how == "inference" else torch.no_grad():
-            if how == "shared":
-                if self._shared is None:
-                    self._shared = Shared(self.net.first)
-                    self._shard(self._shared)
-                self.output = self._shared(x)
-            else:
-                self.output = self.net(x)
+        with torch.no_grad():
+            self.output = self._sharing()(x) if how == "shared" else self.net(x)
+
+    def _sharing(self) -> nn.Module:
+        """Return another sharded module with the first layer, which is made when it is first needed."""
+        if self._shared is None:
+            self._shared = Shared(self.net.first)
+            self._shard(self._shared)
+        return self._shared
 
     def train(self, how: str = "") -> None:
         """Run forward and backward, or several of them, on this rank's samples."""
@@ -559,7 +560,6 @@ SUSPECTS: tuple[str, ...] = (
     *(f"{before}, write(parameter), {after}" for before in _COMPUTING for after in _COMPUTING),
     "train, evaluate, step, evaluate",
     "evaluate, freeze(root)",
-    "freeze(first), evaluate(inference), train",
     "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
     # Refused.
     "fully_shard",
@@ -567,7 +567,6 @@ SUSPECTS: tuple[str, ...] = (
     "pickle",
     "write(parameter), cast(bf16)",
     "write(parameter), to_empty",
-    *(f"evaluate(inference), {each}" for each in ("train", "forward")),
     *(f"{each}, evaluate(shared)" for each in _COMPUTING),
     *(f"evaluate(shared), {each}" for each in _COMPUTING),
     *(f"{before}, cast(bf16), {after}" for before in _COMPUTING for after in _COMPUTING),
@@ -599,7 +598,7 @@ class LifeSweep:
     def swept(self) -> Swept:
         """Return the outcome: the number of right sequences, and the smallest that are refused or wrong."""
         named = [calls for text in self._subjects if (calls := read(text)) is not None]
-        for calls in named or map(calls_of, SUSPECTS):
+        for calls in ((), *(named or map(calls_of, SUSPECTS))):
             self._try(calls)
         if not named:
             for _ in range(SEQUENCES[self._size]):
