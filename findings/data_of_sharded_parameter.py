@@ -13,7 +13,6 @@ ranks: 2
 
 import sys
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -27,6 +27,7 @@ original, reduced = getattr(dist, name), []
 
 
 def reduce_scatter(*args, **kwargs):
+    """Note the dtype."""
     reduced.append(next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).dtype)
     return original(*args, **kwargs)
 
