@@ -79,7 +79,7 @@ def _kept(progress: Progress, value: str) -> bool:
 
 
 def _has_layers(progress: Progress, value: str) -> bool:
-    """Return whether the layer that another module shares is a group of its own, as it must be for that module."""
+    """Return whether FSDP has a separate group for the layer that another module shares, as that module needs."""
     return value != "shared" or progress.options.get("groups") != "root alone"
 
 
@@ -193,8 +193,8 @@ def _walk(calls: Calls) -> Iterator[tuple[Call, Progress]]:
 def draw(random: Random, *, length: int) -> Calls:
     """Return a random sequence of this many calls, behind up to three choices for the module."""
     choices = [name for name, rule in RULES.items() if rule.builds]
-    drawn = sorted(random.sample(choices, random.randint(0, 3)), key=choices.index)
-    calls = [Call(name, random.choice(RULES[name].values)) for name in drawn]
+    sampled = sorted(random.sample(choices, random.randint(0, 3)), key=choices.index)
+    calls = [Call(name, random.choice(RULES[name].values)) for name in sampled]
     for _ in range(length):
         *_, (_, progress) = _walk((*calls, Call("train")))
         following = [Call(name, value) for name, rule in RULES.items() if not rule.builds for value in rule.values]

@@ -45,7 +45,7 @@ _RELEASES = 20
 
 
 def expected(calls: Calls, ranks: int, rank: int) -> list[Seen]:
-    """Return what a plain module shows after each call; raises NotComparable if that refuses one."""
+    """Return the states of a plain module after each call; raises NotComparable if plain torch refuses a call."""
     life = PlainLife(calls, ranks, rank)
     seen = []
     for call in calls:
@@ -68,11 +68,11 @@ def differences(calls: Calls, wanted: Sequence[Seen], rank: int, mesh: DeviceMes
             begin = log.count()
             life.call(call)
             sent = [(each.kind, each.dtype) for each in log.facts(None)[begin:]]
-            if faults := dict([*_of_wire(sent, seen), *_of_state(life, seen)]):
+            if faults := dict([*_wire_faults(sent, seen), *_state_faults(life, seen)]):
                 return {fault: f"after {call}: {text}" for fault, text in faults.items()}
         life.reshard()
         life.output = None
-        if faults := dict(_of_state(life, wanted[-1])) if wanted else {}:
+        if faults := dict(_state_faults(life, wanted[-1])) if wanted else {}:
             return {fault: f"at the end: {text}" for fault, text in faults.items()}
         needed = life.held_bytes()
         # The last parameter that a new one replaces is kept until the next forward.
@@ -90,7 +90,7 @@ def _settled(storages: HostStorages, needed: int) -> int:
     return storages.held_bytes
 
 
-def _of_wire(sent: Sequence[tuple[str, str]], seen: Seen) -> Iterator[tuple[str, str]]:
+def _wire_faults(sent: Sequence[tuple[str, str]], seen: Seen) -> Iterator[tuple[str, str]]:
     """Yield collectives in another dtype than the documented one, and those of calls that need none."""
     for kind, dtype in sent:
         wanted = str(seen.dtypes.get(kind, "none")).removeprefix("torch.")
@@ -98,7 +98,7 @@ def _of_wire(sent: Sequence[tuple[str, str]], seen: Seen) -> Iterator[tuple[str,
             yield "collective", f"{kind} of {dtype}, expected {wanted}"
 
 
-def _of_state(life: ShardedLife, seen: Seen) -> Iterator[tuple[str, str]]:
+def _state_faults(life: ShardedLife, seen: Seen) -> Iterator[tuple[str, str]]:
     if life.output is not None and seen.output is not None:
         yield from _unequal("output", "", life.output, seen.output)
     for name, parameter in life.net.named_parameters():
@@ -176,10 +176,10 @@ class LifeSweep:
         if not named:
             for _ in range(SEQUENCES[self._size]):
                 if () not in self._excluded:
-                    self._try(self._drawn())
+                    self._try(self._sampled())
         return self._swept
 
-    def _drawn(self) -> Calls:
+    def _sampled(self) -> Calls:
         """Return a new sequence that plain torch performs, and that has none that is excluded."""
         while True:
             calls = draw(self._random, length=self._random.randint(*_LENGTHS))
