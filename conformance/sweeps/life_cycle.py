@@ -1,0 +1,248 @@
+"""Life cycles of modules sharded by FSDP2: random sequences of calls, each compared with the same calls on plain torch.
+
+After each call parameters, gradients, `requires_grad`, the output and the dtypes of collectives are compared; at the
+end the memory that is held, too.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments.collectives import CollectiveLog
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.host_storages import HostStorages
+from conformance.instruments.sharding import local
+from conformance.run.experiment import Needs
+from conformance.sweeps.call_sequences import (
+    Call,
+    Calls,
+    calls_of,
+    changes_unsharded,
+    contains,
+    draw,
+    plainest,
+    smallest,
+    text_of,
+)
+from conformance.sweeps.layouts import placed_shard
+from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
+from conformance.sweeps.trials import End, Ended, Swept, Trials, Wrong
+from reference_trainer.mesh import fsdp_mesh
+
+SEQUENCES = {2: 30, 4: 100}
+"""Number of random sequences, by the number of ranks: of two, in `pr`, few seconds."""
+_LENGTHS = (4, 10)
+_RELEASES = 20
+"""Number of times that memory is measured again, 10 ms apart, before it counts as held."""
+
+
+def expected(calls: Calls, ranks: int, rank: int) -> list[Seen]:
+    """Return the states of a plain module after each call; raises NotComparable if plain torch refuses a call."""
+    life = PlainLife(calls, ranks, rank)
+    seen = []
+    for call in calls:
+        try:
+            life.call(call)
+        except NotComparable:
+            raise
+        except Exception as error:
+            raise NotComparable(f"{call}: {error!r:.200}") from error
+        seen.append(life.seen(call))
+    return seen
+
+
+def differences(calls: Calls, wanted: Sequence[Seen], rank: int, mesh: DeviceMesh) -> dict[str, str]:
+    """Perform the calls on a sharded module; returns the faults after the first call that has any, with texts."""
+    storages, log = HostStorages(), CollectiveLog()
+    with storages.installed(), DispatchTap([log.listen], outcomes=[storages.listen_to_outcomes]):
+        life = ShardedLife(calls, mesh, rank)
+        for call, seen in zip(calls, wanted, strict=True):
+            begin = log.count()
+            life.call(call)
+            sent = [(each.kind, each.dtype) for each in log.facts(None)[begin:]]
+            if faults := dict([*_wire_faults(sent, seen), *_state_faults(life, seen)]):
+                return {fault: f"after {call}: {text}" for fault, text in faults.items()}
+        life.reshard()
+        life.output = None
+        if faults := dict(_state_faults(life, wanted[-1])) if wanted else {}:
+            return {fault: f"at the end: {text}" for fault, text in faults.items()}
+        needed = life.held_bytes()
+        # The last parameter that a new one replaces is kept until the next forward.
+        held = needed if Call("write", "parameter") in calls else _settled(storages, needed)
+    return {"memory": f"{held} bytes are held at the end, of which {needed} are needed"} if held > needed else {}
+
+
+def _settled(storages: HostStorages, needed: int) -> int:
+    """Return the bytes that are held when nothing more is released: cycles of Python, and gloo's threads, hold some."""
+    for _ in range(_RELEASES):
+        if storages.held_bytes <= needed:
+            break
+        gc.collect()
+        time.sleep(0.01)
+    return storages.held_bytes
+
+
+def _wire_faults(sent: Sequence[tuple[str, str]], seen: Seen) -> Iterator[tuple[str, str]]:
+    """Yield collectives in another dtype than the documented one, and those of calls that need none."""
+    for kind, dtype in sent:
+        wanted = str(seen.dtypes.get(kind, "none")).removeprefix("torch.")
+        if dtype != wanted:
+            yield "collective", f"{kind} of {dtype}, expected {wanted}"
+
+
+def _state_faults(life: ShardedLife, seen: Seen) -> Iterator[tuple[str, str]]:
+    if life.output is not None and seen.output is not None:
+        yield from _unequal("output", "", life.output, seen.output)
+    for name, parameter in life.net.named_parameters():
+        value, grad = seen.parameters[name], seen.grads[name]
+        if parameter.requires_grad != seen.requires_grad[name]:
+            yield "requires_grad", f"{name}: {parameter.requires_grad}"
+        if not isinstance(parameter, DTensor):  # unsharded: the next output tells of its value
+            continue
+        yield from _unequal("parameter", name, parameter, value)
+        if (parameter.grad is None) != (grad is None):
+            yield "gradient", f"{name}: there is {'none' if parameter.grad is None else 'one'}"
+        elif grad is not None:
+            yield from _unequal("gradient", name, parameter.grad, grad)
+
+
+def _unequal(fault: str, name: str, measured: Tensor | None, wanted: Tensor) -> Iterator[tuple[str, str]]:
+    assert measured is not None
+    if isinstance(measured, DTensor):
+        wanted = placed_shard(wanted, measured.device_mesh, measured.placements)
+    shard = local(measured)
+    if shard.dtype != wanted.dtype:
+        yield fault, f"{name} {shard.dtype}, expected {wanted.dtype}"
+    elif shard.shape != wanted.shape or not torch.equal(shard, wanted):
+        yield fault, f"{name} {shard.flatten()[:6].tolist()}, expected {wanted.flatten()[:6].tolist()}"
+
+
+_COMPUTING = ("train", "forward", "evaluate")
+SUSPECTS: tuple[str, ...] = (
+    # Wrong, each with a program in findings/.
+    "built_in(bf16), reduce_dtype(fp32), freeze(second), evaluate, thaw(second), train",
+    "write(data)",
+    *(f"{before}, write(parameter), {after}" for before in _COMPUTING for after in _COMPUTING),
+    "train, evaluate, step, evaluate",
+    "evaluate, freeze(root)",
+    "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
+    # Refused.
+    "fully_shard",
+    "deepcopy",
+    "pickle",
+    "write(parameter), cast(bf16)",
+    "write(parameter), to_empty",
+    *(f"{each}, evaluate(shared)" for each in _COMPUTING),
+    *(f"evaluate(shared), {each}" for each in _COMPUTING),
+    *(f"{before}, cast(bf16), {after}" for before in _COMPUTING for after in _COMPUTING),
+)
+"""Sequences that fail in some version of torch: tried first, since finding the smallest one takes long."""
+
+
+@experiment(needs=Needs.TRAINING)
+def sweep(rank: RankWorld) -> Swept:
+    """Perform random sequences of calls, of which the seed of the cell decides."""
+    return LifeSweep(rank).swept()
+
+
+class LifeSweep:
+    """Sequences that all ranks try; of a wrong or refused one the smallest is kept, and none that has it is tried.
+
+    A sequence with a call that is refused proves nothing about the calls behind it.
+    """
+
+    def __init__(self, rank: RankWorld) -> None:
+        self._rank, self._size = rank.rank, rank.size
+        self._trials = Trials(fsdp_mesh(rank.mesh))
+        self._excluded: list[Calls] = []
+        self._swept = Swept(computed={_SUBJECT: 0})
+        self._subjects = sorted(rank.subjects)
+        self._random = Random(rank.config.seed)
+        self._tried: dict[Calls, Ended | None] = {}
+
+    def swept(self) -> Swept:
+        """Return the outcome: the number of right sequences, and the smallest that are refused or wrong."""
+        named = [calls for text in self._subjects if (calls := read(text)) is not None]
+        for calls in ((), *(named or map(calls_of, SUSPECTS))):
+            self._try(calls)
+        if not named:
+            for _ in range(SEQUENCES[self._size]):
+                if () not in self._excluded:
+                    self._try(self._sampled())
+        return self._swept
+
+    def _sampled(self) -> Calls:
+        """Return a new sequence that plain torch performs, and that has none that is excluded."""
+        while True:
+            calls = draw(self._random, length=self._random.randint(*_LENGTHS))
+            if not self._is_excluded(calls) and self._expected(calls) is not None:
+                return calls
+
+    def _is_excluded(self, calls: Calls) -> bool:
+        return any(contains(calls, excluded) for excluded in self._excluded)
+
+    def _has_another(self, calls: Calls) -> bool:
+        """Return whether a sequence has an excluded one and more: it may fail for that one's reason alone."""
+        return calls not in self._excluded and self._is_excluded(calls)
+
+    def _expected(self, calls: Calls) -> list[Seen] | None:
+        try:
+            return expected(calls, self._size, self._rank)
+        except NotComparable:
+            return None
+
+    def _try(self, calls: Calls) -> None:
+        if self._is_excluded(calls):
+            return
+        ended = self._ended(calls)
+        if ended is None:
+            raise RuntimeError(f"plain torch cannot perform {text_of(calls)}")
+        self._swept.count(ended.outcome)
+        if ended.end is End.RIGHT:
+            self._swept.computed[_SUBJECT] += 1
+            return
+        known = changes_unsharded(calls)
+        calls = smallest(calls, lambda fewer: known == changes_unsharded(fewer) and self._ends(fewer, ended.end))
+        plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
+        is_known = plain in self._excluded
+        self._excluded += [calls, plain]
+        if not is_known:
+            self._report(text_of(plain), self._ended(plain) or ended)
+
+    def _report(self, subject: str, ended: Ended) -> None:
+        if ended.end is End.ERROR:
+            self._swept.computed[subject], self._swept.refused[subject] = 0, 1
+            self._swept.reasons[subject] = f"{ended.error!r:.200}"
+        for fault, text in ended.faults.items():
+            self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind=_SUBJECT, cases=1, example=text))
+
+    def _ends(self, calls: Calls, end: End | None) -> bool:
+        ended = self._ended(calls)
+        return ended is not None and ended.end is end
+
+    def _ended(self, calls: Calls) -> Ended | None:
+        """Return how a sequence ends on all ranks; None if plain torch cannot perform it."""
+        if calls not in self._tried:
+            wanted = self._expected(calls)
+            ended = None if wanted is None else self._trials.ended(partial(differences, calls, wanted, self._rank))
+            self._tried[calls] = ended
+        return self._tried[calls]
+
+
+_SUBJECT = "sequences"
+
+
+def read(text: str) -> Calls | None:
+    """Return the sequence with a text; None for a subject of another sweep."""
+    try:
+        return calls_of(text)
+    except ValueError:
+        return None

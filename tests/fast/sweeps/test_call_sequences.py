@@ -1,0 +1,105 @@
+"""Sequences of calls: their text, the grammar, and the smallest that fails."""
+
+from random import Random
+
+import pytest
+
+from conformance.sweeps.call_sequences import (
+    RULES,
+    Call,
+    Calls,
+    calls_of,
+    changes_unsharded,
+    contains,
+    draw,
+    is_allowed,
+    plainest,
+    smallest,
+    text_of,
+)
+from conformance.sweeps.life_cycle import SUSPECTS, expected
+from conformance.sweeps.module_lives import NotComparable, PlainLife, ShardedLife
+
+SAMPLES = [draw(Random(seed), length=8) for seed in range(300)]
+
+
+def test_samples_are_allowed_and_equal_their_text() -> None:
+    for calls in SAMPLES:
+        assert is_allowed(calls)
+        assert not changes_unsharded(calls)
+        assert calls_of(text_of(calls)) == calls
+
+
+def test_every_call_with_each_value_is_drawn_and_implemented() -> None:
+    drawn = {call for calls in SAMPLES for call in calls}
+    for name, rule in RULES.items():
+        assert {Call(name, value) for value in rule.values} <= drawn
+        assert rule.builds or hasattr(ShardedLife, name)
+    assert hasattr(PlainLife, "train")
+
+
+def test_plain_torch_performs_nearly_all_samples() -> None:
+    assert len(SAMPLES) * 0.9 < len([calls for calls in SAMPLES if _is_comparable(calls)])
+
+
+def _is_comparable(calls: Calls) -> bool:
+    try:
+        return len(expected(calls, 2, 0)) == len(calls)
+    except NotComparable:
+        return False
+
+
+def test_suspects_are_sequences_of_the_grammar() -> None:
+    assert len({calls_of(text) for text in SUSPECTS}) == len(SUSPECTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "melt(second)",
+        "freeze(third)",
+        "train, param_dtype(bf16)",
+        "restore",
+        "synchronise(off), train, step",
+        "unshard(first), step",
+        "groups(root alone), evaluate(shared)",
+    ],
+)
+def test_other_sequences_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a sequence"):
+        calls_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("evaluate, freeze(root)", True),
+        ("evaluate, freeze(second)", False),
+        ("evaluate, reshard, step", False),
+        ("reshard_after_forward(True), evaluate, step", False),
+        ("reshard_after_forward(False), evaluate, freeze(second)", True),
+        ("groups(root alone), evaluate, write(in place)", True),
+        ("train, step", False),
+        ("set_reshard_after_backward(False), train, step", True),
+    ],
+)
+def test_changes_of_unsharded_parameters_are_told(text: str, changes: bool) -> None:
+    assert changes_unsharded(calls_of(text)) == changes
+
+
+def _fails(calls: Calls) -> bool:
+    """Fail where something is frozen and later trained."""
+    return any(
+        contains(calls, (freeze, Call("train"))) for freeze in (Call("freeze", "second"), Call("freeze", "root"))
+    )
+
+
+def test_the_smallest_failing_sequence_has_the_plainest_values() -> None:
+    calls = calls_of("param_dtype(bf16), train(twice), freeze(root), evaluate, train, zero_grad(none), train, step")
+    assert text_of(smallest(calls, _fails)) == "freeze(root), train"
+    assert text_of(plainest(smallest(calls, _fails), _fails)) == "freeze(second), train"
+
+
+def test_smaller_sequences_are_of_the_grammar() -> None:
+    calls = calls_of("keep, train, restore, step")
+    assert text_of(smallest(calls, lambda fewer: Call("restore") in fewer)) == "keep, restore"
