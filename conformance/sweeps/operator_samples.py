@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Domain = Literal["integers", "positive", "unit", "distinct", "bool", "rows", "signs", "distribution", "labels"]
+Domain = Literal[
+    "integers", "positive", "unit", "distinct", "bool", "rows", "signs", "distribution", "labels", "places"
+]
 """Numbers of an argument.
 
 `integers`: -4 to 4. `positive`: 1 to 4. `unit`: eighths between 0 and 1. `distinct`: no two are equal. `rows`: integers
 from 0 to 2, which index any dimension of three. `signs`: -1 and 1. `distribution`: positive, and sums over the last
-dimension are 1. `labels`: integers from 0 to 3."""
+dimension are 1. `labels`: integers from 0 to 3. `places`: a permutation of 0 to 2, by which rows are written, each once."""
 Size = Literal["even", "uneven", "empty"]
 """Shards of the dimensions that have letters: equal, of different sizes, or not for every rank."""
 
@@ -45,7 +47,7 @@ class Argument:
     @property
     def is_differentiable(self) -> bool:
         """True if the tensor is of floating-point numbers, which have gradients."""
-        return self.domain not in ("bool", "rows", "labels")
+        return self.domain not in ("bool", "rows", "labels", "places")
 
     def numbers(self, letters: dict[str, int], *, seed: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor; `dtype` is that of floating-point numbers."""
@@ -62,6 +64,8 @@ class Argument:
                 return sampled(0, 3)
             case "labels":
                 return sampled(0, 4)
+            case "places":
+                return torch.randperm(3, generator=generator).reshape(shape)
             case "distinct":
                 count = torch.Size(shape).numel()
                 return (torch.randperm(count, generator=generator) - count // 2).reshape(shape).to(dtype)

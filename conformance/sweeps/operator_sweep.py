@@ -186,7 +186,7 @@ def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, .
         return {"even": _on_two_dimensions(arguments)}
     if mesh.size() == 2:
         return {"uneven": _each([first]), "even": [] if sample.elementwise else _each([first, last])}
-    return {"uneven": _one_or_all(arguments), "empty": _each([first])}
+    return {"uneven": _one_or_all(arguments, pending=sample.elementwise), "empty": _each([first])}
 
 
 def _each(layouts: Sequence[Sequence[Placement]]) -> list[tuple[Layout, ...]]:
@@ -198,11 +198,14 @@ def _alike(arguments: Sequence[Argument], at: Placement) -> tuple[Placement, ...
     return tuple(_possible(at, argument) for argument in arguments)
 
 
-def _one_or_all(arguments: Sequence[Argument]) -> list[tuple[Layout, ...]]:
-    """Return layouts of arguments: all sharded in the same way, or one sharded or pending and the rest replicated."""
+def _one_or_all(arguments: Sequence[Argument], *, pending: bool) -> list[tuple[Layout, ...]]:
+    """Return layouts of arguments: all sharded in the same way, or one sharded or pending and the rest replicated.
+
+    `pending` adds the layouts in which all arguments are pending.
+    """
     replicated: tuple[Placement, ...] = (Replicate(),) * len(arguments)
     dims = [Shard(dim) for dim in range(-1, max(argument.ndim for argument in arguments))]
-    chosen = [replicated, *(_alike(arguments, at) for at in dims)]
+    chosen = [replicated, *(_alike(arguments, at) for at in (*dims, *(_PENDING if pending else ())))]
     for index, argument in enumerate(arguments):
         for at in (Shard(0), *(_PENDING if index == 0 else ())):
             chosen.append((*replicated[:index], _possible(at, argument), *replicated[index + 1 :]))

@@ -33,6 +33,7 @@ def samples() -> list[Sample]:
         *_normalisations(),
         *losses(),
         *writes(),
+        *_outputs(),
     ]
 
 
@@ -105,6 +106,11 @@ def _binary() -> Iterator[Sample]:
     yield sample("add times 2", lambda x, y: torch.add(x, y, alpha=2), "a b", "a b")
     yield sample("where", torch.where, "a b bool", "a b", "a b")
     yield sample("where of a number", lambda mask, x: torch.where(mask, x, 5.0), "a b bool", "a b")
+    for name, compare in {"less than": torch.lt, "greater or equal to": torch.ge, "equal to": torch.eq}.items():
+        yield sample(f"{name} a number", partial(_compared, compare, 1.0), "a b")
+    yield sample("sum of positive ones", lambda x: (x * (x > 0)).sum(), "a b")
+    yield sample("any above", lambda x: (x > 3).any(), "a b")
+    yield sample("where above", lambda x, y: torch.where(x > y, x, y), "a b", "a b")
     yield sample("lerp", lambda x, y: torch.lerp(x, y, 0.5), "a b", "a b")
     yield sample("lerp by a tensor", torch.lerp, "a b", "a b", "a b")
     yield sample("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "a b", "a b", "a b")
@@ -112,6 +118,11 @@ def _binary() -> Iterator[Sample]:
     yield sample("equal", torch.equal, "a b", "a b")
     yield sample("equal to itself", lambda x: torch.equal(x, x.clone()), "a b")
     yield sample("allclose to itself", lambda x: torch.allclose(x, x.clone()), "a b")
+
+
+def _compared(compare: _Call, number: float, x: Tensor) -> Tensor:
+    """Return where a tensor compares so with a number."""
+    return compare(x, number)
 
 
 def _reductions() -> Iterator[Sample]:
@@ -236,6 +247,8 @@ def _shapes() -> Iterator[Sample]:
     }
     for name, call in calls.items():
         yield sample(name, call, "a b 4 distinct", exact="avg" not in name)
+    for name, view in _REGROUPED.items():
+        yield sample(name, view, "a b 4 distinct")
     yield sample("cat", lambda x, y: torch.cat([x, y]), "a b", "a b")
     yield sample("cat the last", lambda x, y: torch.cat([x, y], -1), "a b", "a b")
     yield sample("cat of different sizes", lambda x, y: torch.cat([x, y]), "a b", "3 b")
@@ -244,6 +257,20 @@ def _shapes() -> Iterator[Sample]:
     yield sample("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), "a", "b")
     yield sample("broadcast_tensors", torch.broadcast_tensors, "a b", "b")
     yield sample("block_diag", torch.block_diag, "a b", "a b")
+
+
+_REGROUPED: dict[str, _Call] = {
+    "view of twice the rows": lambda x: x.view(2 * x.size(0), -1),
+    "view of half the columns": lambda x: x.view(2 * x.size(0), x.size(1), 2),
+    "view of exchanged sizes": lambda x: x.view(x.size(1), x.size(0), 4),
+    "view of four rows": lambda x: x.view(4, -1),
+    "view of two columns": lambda x: x.view(-1, 2),
+    "view of two in front": lambda x: x.view(2, x.size(0), -1),
+    "view across all sizes": lambda x: x.view(2, 2, x.size(1), x.size(0)),
+    "view flattened and back": lambda x: x.view(-1).view(x.shape),
+    "view of rows and back": lambda x: x.view(x.size(1), -1).view(x.shape),
+}
+"""Views whose sizes differ from those of the dimensions that they regroup."""
 
 
 def _indexing() -> Iterator[Sample]:
@@ -269,6 +296,10 @@ def _indexing() -> Iterator[Sample]:
     yield sample("index_fill", lambda x, i: x.index_fill(0, i, 9.0), "3 b", "2 rows")
     yield sample("index_copy", lambda x, y: x.index_copy(0, indices(x, 2, 0), y), "3 b", "2 b")
     yield sample("index_put", lambda x, i, y: x.index_put((i,), y, accumulate=True), "3 b", "a rows", "a b")
+    yield sample("index_put, each once", lambda x, i, y: x.index_put((i,), y), "3 b", "3 places", "3 b")
+    yield sample("index_put of two", lambda x, i, j, y: x.index_put((i, j), y), "3 3", *("3 places", "3 rows", "3"))
+    yield sample("index_copy by a tensor", lambda x, i, y: x.index_copy(0, i, y), "3 b", "3 places", "3 b")
+    yield sample("masked_scatter", torch.masked_scatter, "a b", "a b bool", "a b")
     yield sample("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 0), "a b", "b")
     yield sample("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 0, 1), "a b", "1 b")
     yield sample("one_hot", lambda i: functional.one_hot(i, 3), "a b rows")
@@ -311,6 +342,11 @@ def _products() -> Iterator[Sample]:
     yield sample("conv2d, padded", partial(functional.conv2d, padding=1, stride=2), "a 2 4 4", "b 2 2 2", "b")
     yield sample("conv_transpose1d", functional.conv_transpose1d, "a 3 4", "3 b 2")
     yield sample("cross", torch.cross, "a 3", "a 3")
+    yield sample("mm of flattened rows", lambda x, w: x.flatten(0, 1) @ w, "a b 4", "4 3")
+    yield sample("mm of flattened columns", lambda x, w: x.flatten(1) @ w.flatten(0, 1), "3 a 4", "a 4 b")
+    yield sample("mm of both flattened", lambda x, w: x.flatten(0, 1).t() @ w.flatten(0, 1), "a b 4", "a b 2")
+    yield sample("add of both flattened", lambda x, y: x.flatten(0, 1) + y.flatten(0, 1), "a b 4", "a b 4")
+    yield sample("linear of flattened rows", lambda x, w: functional.linear(x.flatten(0, 1), w), "a b 4", "b 4")
     yield sample("cdist", torch.cdist, "a 3", "b 3", exact=False)
     yield sample("cosine_similarity", functional.cosine_similarity, "a b positive", "a b positive", exact=False)
     yield sample("pairwise_distance", functional.pairwise_distance, "a b", "a b", exact=False)
@@ -436,7 +472,34 @@ def _samples() -> Iterator[Sample]:
     yield sample("rows assigned by a mask", lambda x, mask: x.__setitem__(mask, 9.0), "a b", "a bool")
     yield sample("rows assigned by index", lambda x, i: x.__setitem__(i, 9.0), "3 b", "2 rows")
     yield sample("columns assigned by index", lambda x, i: x.__setitem__((slice(None), i), 9.0), "a 3", "2 rows")
+    yield sample("rows assigned by places", lambda x, i, y: x.__setitem__(i, y), "3 b", "3 places", "3 b")
+    yield sample("columns assigned by places", _to_columns, "a 3", "3 places", "a 3")
+    yield sample("elements assigned by places", _to_elements, "3 3", "3 places", "3 rows", "3")
     yield sample("added to a view", _added_and_returned, "a b", "b", exact=True)
+
+
+def _outputs() -> Iterator[Sample]:
+    """Yield a sample of each form that writes its result into a tensor that is given as `out`."""
+    for name, operator in _operators(torch, "add sub mul maximum eq"):
+        domain = "bool" if name == "eq" else ""
+        yield replace(sample(f"{name}, out", _into(operator), f"a b {domain}", "a b", "a b"), writes=True)
+    for name, operator in _operators(torch, "neg abs sign"):
+        yield replace(sample(f"{name}, out", _into(operator), "a b", "a b"), writes=True)
+    yield replace(sample("exp, out", _into(torch.exp), "a b", "a b", exact=False), writes=True)
+    yield replace(sample("mm, out", _into(torch.mm), "a b", "a 3", "3 b"), writes=True)
+    yield replace(sample("sum of dim 0, out", _into(partial(torch.sum, dim=0)), "b", "a b"), writes=True)
+    yield replace(sample("cat, out", _into(lambda *x, out: torch.cat(x, 1, out=out)), "a 6", "a 2", "a 4"), writes=True)
+    yield replace(sample("cumsum, out", _into(partial(torch.cumsum, dim=0)), "a b", "a b"), writes=True)
+
+
+def _into(operator: _Call) -> _Call:
+    """Return a call whose result is written into its first argument; torch refuses gradients of it."""
+
+    def call(out: Tensor, *arguments: Tensor) -> Tensor:
+        given: Tensor = operator(*(x.detach() for x in arguments), out=out.detach())
+        return given
+
+    return call
 
 
 def _changed(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -494,11 +557,17 @@ _IN_PLACE_BY_ANOTHER: dict[str, tuple[Callable[..., Any], str]] = {
     "maximum out": (lambda x, y: torch.maximum(x.detach(), y, out=x.detach()), "a b"),
     "masked_fill_": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a b bool"),
     "masked_fill_ rows": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a 1 bool"),
+    "eq_": (_changed(lambda x, y: x.detach().eq_(y.detach())), "a b"),
+    "div_": (_changed(lambda x, y: x.div_(y)), "a b positive"),
+    "addcdiv_": (_changed(lambda x, y: x.addcdiv_(y, y)), "a b signs"),
+    "atan2_": (_changed(lambda x, y: x.atan2_(y)), "a b positive"),
+    "masked_scatter_": (_changed(lambda x, y: x.masked_scatter_(x.detach() > 0, y)), "a b"),
     "set_ data": (lambda x, y: x.detach().copy_(y.detach()), "a b"),
 }
 
 _OF_ROWS: dict[str, Callable[..., Any]] = {
     "index_add_": _changed(lambda x, i, y: x.index_add_(0, i, y)),
+    "scatter_": _changed(lambda x, i, y: x.scatter_(0, i[:1].unsqueeze(-1).expand(-1, y.size(-1)), y[:1])),
     "index_put_": _changed(lambda x, i, y: x.index_put_((i,), y, accumulate=True)),
     "scatter_add_": _changed(lambda x, i, y: x.scatter_add_(0, i.unsqueeze(-1).expand(-1, y.size(-1)), y)),
 }
@@ -525,11 +594,22 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded row": lambda x: x[:1].squeeze(0),
     "permuted": lambda x: x.permute(2, 0, 1),
     "flattened": lambda x: x.flatten(1),
+    "regrouped view": lambda x: x.view(2 * x.size(0), -1),
 }
 
 
 def _assigned(where: Any) -> Callable[..., Any]:
     return _changed(lambda x, value: x.__setitem__(where, value))
+
+
+def _to_columns(x: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Assign columns by their indices."""
+    x[:, columns] = values
+
+
+def _to_elements(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Assign elements by the indices of their rows and columns."""
+    x[rows, columns] = values
 
 
 def _added_and_returned(x: Tensor, row: Tensor) -> Tensor:
