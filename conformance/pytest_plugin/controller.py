@@ -86,7 +86,7 @@ class Controller:
             self._files.replace_earlier()
             result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
-            self._records[result.nodeid] = report.judged_records  # type: ignore[attr-defined]
+            self._records[result.nodeid] = report.judged_records
             self._files.write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._files.replace_earlier()

@@ -18,7 +18,7 @@ Domain = Literal[
 
 `integers`: -4 to 4. `positive`: 1 to 4. `unit`: eighths between 0 and 1. `distinct`: no two are equal. `rows`: integers
 from 0 to 2, which index any dimension of three. `signs`: -1 and 1. `distribution`: positive, and sums over the last
-dimension are 1. `labels`: integers from 0 to 3. `places`: a permutation of 0 to 2, by which rows are written, each once."""
+dimension are 1. `labels`: integers from 0 to 3. `places`: 0 to 2 in another order, by which rows are written once."""
 Size = Literal["even", "uneven", "empty"]
 """Shards of the dimensions that have letters: equal, of different sizes, or not for every rank."""
 

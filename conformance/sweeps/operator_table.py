@@ -122,7 +122,8 @@ def _binary() -> Iterator[Sample]:
 
 def _compared(compare: _Call, number: float, x: Tensor) -> Tensor:
     """Return where a tensor compares so with a number."""
-    return compare(x, number)
+    where: Tensor = compare(x, number)
+    return where
 
 
 def _reductions() -> Iterator[Sample]:

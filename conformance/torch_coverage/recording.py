@@ -96,8 +96,8 @@ def _trace_backward(device: torch.device) -> None:
     if device.type == "cpu":
         return
     x = torch.ones(1, device=device, requires_grad=True)
-    x.register_hook(_trace_thread)
-    x.sum().backward()
+    x.register_hook(_trace_thread)  # type: ignore[no-untyped-call]
+    x.sum().backward()  # type: ignore[no-untyped-call]
     del x
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
