@@ -219,7 +219,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     varies: bool
     """True if `count` differs between ranks."""
     bf16_activations: list[ActivationMemory] = []
-    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty if the model cannot compute so, or the trainer never does."""
+    """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty if the model cannot compute so, or the trainer
+    never does."""
     notes: list[str] = []
     """Sentences about a loss that is unusual and can be judged, see `probes.require_sum`."""
 
