@@ -127,16 +127,16 @@ def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> Activati
     exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
     samples = evidence.cell.world_size if exchanged else 1
     if in_bf16 and known.bf16_activations:
-        whole = _scaled(known.bf16_activations[facts.data_rank], samples)
+        alone = _scaled(known.bf16_activations[facts.data_rank], samples)
     else:
-        whole = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
-    return _on_one_rank(whole, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else whole
+        alone = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
+    return _on_one_rank(alone, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else alone
 
 
-def _on_one_rank(whole: ActivationMemory, saved_bytes: int) -> ActivationMemory:
+def _on_one_rank(alone: ActivationMemory, saved_bytes: int) -> ActivationMemory:
     """Return the activations of a tensor-parallel rank, which has saved some, by those of one process."""
-    most = _scaled(whole, _BOTH)
-    held_bytes = saved_bytes + round(_BOTH * (whole.held_bytes - whole.saved_bytes))
+    most = _scaled(alone, _BOTH)
+    held_bytes = saved_bytes + round(_BOTH * (alone.held_bytes - alone.saved_bytes))
     return msgspec.structs.replace(
         most,
         forward_bytes=min(most.forward_bytes, saved_bytes + most.others_in_forward_bytes),
