@@ -21,7 +21,7 @@ from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS
 from conformance.report.schema import read_report
 from conformance.report.torch_coverage import area_table, left_table, missing_lines
 from conformance.report.wording import counted, spelled
-from conformance.torch_coverage.figures import figures, targets
+from conformance.torch_coverage.counting import count, targets
 from conformance.torch_coverage.keeping import keep
 from conformance.torch_coverage.reasons import left_on_purpose, read_reasons
 from conformance.torch_coverage.seen import Seen, read_seen
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> Answer:
     """Print the coverage of a profile. Raises UsageError for a matrix, a profile or a number that is none."""
     limit = _limit(options.missing)
     if options.torch or options.keep:
-        return _of_torch(options, limit)
+        return _torch_answer(options, limit)
     matrix = load_matrix(options.matrix)
     cells = matrix.profile_cells(options.profile)
     profile = coverage(matrix, cells)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer("\n\n".join(sections))
 
 
-def _of_torch(options: argparse.Namespace, limit: int | None) -> Answer:
+def _torch_answer(options: argparse.Namespace, limit: int | None) -> Answer:
     """Return the coverage of torch in all reports together, and keep its figures if that is asked for.
 
     Raises UsageError for a report without it, for one of another torch than the installed one, whose lines differ, and
@@ -94,7 +94,7 @@ def _of_torch(options: argparse.Namespace, limit: int | None) -> Answer:
     if seen.torch != (installed := importlib.metadata.version("torch")):
         raise UsageError(f"measured with torch {seen.torch}, and torch {installed} is installed: lines differ")
     reasons = read_reasons()
-    covered = figures(seen, reasons)
+    covered = count(seen, reasons)
     if options.keep:
         profiles = {read_report(directory).profile for directory in options.torch}
         if len(profiles) > 1:

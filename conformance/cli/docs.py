@@ -23,7 +23,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
-from conformance.report.torch_coverage import page
+from conformance.report.torch_coverage import markdown_document
 from conformance.run.kinds import described, kinds
 from conformance.torch_coverage.keeping import read_kept
 
@@ -109,7 +109,7 @@ def generated() -> dict[Path, str]:
             findings(), read_versions(), trainers=findings(TRAINERS), trainer_versions=read_versions(TRAINERS)
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
-        docs / "torch_coverage.md": page(read_kept()),
+        docs / "torch_coverage.md": markdown_document(read_kept()),
         **_fidelity(),
     }
 

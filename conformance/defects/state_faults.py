@@ -389,6 +389,6 @@ def pending_gradient_of_own_rank(
 def default_smoothing_of_shards(
     benign: bool, original: Call, parameters: list[Tensor], *lists: Any, alpha: float, **options: Any
 ) -> None:
-    """RMSprop takes its default smoothing constant for sharded parameters, whatever is asked for."""
+    """RMSprop takes its default smoothing constant for sharded parameters instead of the one that is asked for."""
     is_wrong = not benign and isinstance(parameters[0], DTensor)
     original(parameters, *lists, alpha=0.99 if is_wrong else alpha, **options)

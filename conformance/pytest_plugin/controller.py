@@ -28,7 +28,7 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
-from conformance.torch_coverage.figures import TorchCoverage, figures
+from conformance.torch_coverage.counting import TorchCoverage, count
 from conformance.torch_coverage.reasons import read_reasons
 from conformance.torch_coverage.seen import REPORT_FILE, seen_in_records
 from conformance.torch_release import untried
@@ -159,7 +159,7 @@ class Controller:
         seen = seen_in_records(self._setup.store.directory, records)
         with self._files.noting():
             (self._directory / REPORT_FILE).write_bytes(msgspec.json.encode(seen, order="sorted"))
-        return figures(seen, read_reasons())
+        return count(seen, read_reasons())
 
     def _with_trainer(self, report: Report) -> Report:
         """Return the report with facts about another trainer; faults that no law sees make it not conformant."""

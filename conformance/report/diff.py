@@ -29,7 +29,7 @@ from conformance.report.facts import CellFacts, suite_digest
 from conformance.report.schema import CaseResult, Report, read_report
 from conformance.report.text import restrictions
 from conformance.report.wording import counted, share_text
-from conformance.torch_coverage.figures import TorchCoverage
+from conformance.torch_coverage.counting import TorchCoverage
 from reference_trainer.checks import UsageError
 
 Kind = Literal[

@@ -15,7 +15,7 @@ from conformance.report.causes import Cause
 from conformance.report.facts import CellFacts
 from conformance.report.location import Location
 from conformance.report.trainer import TrainerFacts
-from conformance.torch_coverage.figures import TorchCoverage
+from conformance.torch_coverage.counting import TorchCoverage
 from reference_trainer.checks import UsageError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

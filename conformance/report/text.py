@@ -300,8 +300,8 @@ def _scope(report: Report) -> list[str]:
     """Return the lines about another trainer, whose cells are fixed, or else the coverage of the profile."""
     if report.trainer:
         return list(trainer_lines(report.trainer))
-    of_torch = [total_line(report.torch_coverage)] if report.torch_coverage else []
-    return [coverage_line(report.coverage), *of_torch]
+    torch_lines = [total_line(report.torch_coverage)] if report.torch_coverage else []
+    return [coverage_line(report.coverage), *torch_lines]
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:

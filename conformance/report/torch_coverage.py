@@ -1,4 +1,4 @@
-"""Coverage of torch in tables: figures by area, what is missing, and what is left on purpose."""
+"""Coverage of torch in tables: counts by area, missing branches and parameters, and reasons for those that are left."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tabulate import tabulate
 
 from conformance.report.wording import share_text
-from conformance.torch_coverage.figures import TOTAL, TorchCoverage
+from conformance.torch_coverage.counting import TOTAL, TorchCoverage
 from conformance.torch_coverage.reasons import Reason, Target
 
 _COUNTED = ("branches", "functions", "parameters", "pairs")
@@ -27,8 +27,8 @@ def area_table(covered: TorchCoverage, *, table_format: str = "simple") -> str:
 def total_line(covered: TorchCoverage) -> str:
     """Return one line: `coverage of torch: branches 61 % of 9838, functions called 80 % of 1785, ...`."""
     area = covered.areas[TOTAL]
-    figures = [f"{_KEY[each]} {share_text(getattr(area, each))} of {getattr(area, each).possible}" for each in _COUNTED]
-    return f"coverage of torch: {', '.join(figures)}"
+    counts = [f"{_KEY[each]} {share_text(getattr(area, each))} of {getattr(area, each).possible}" for each in _COUNTED]
+    return f"coverage of torch: {', '.join(counts)}"
 
 
 def missing_lines(targets: Sequence[Target], left: Mapping[Target, Reason]) -> list[str]:
@@ -61,13 +61,13 @@ def _place_lines(place: str, found: Sequence[Target], used: Sequence[str]) -> It
 
 
 def left_table(left: Mapping[Target, Reason], *, table_format: str = "simple") -> str:
-    """Return a table of the reasons for what is left on purpose, with numbers of targets."""
+    """Return a table of the reasons for targets left on purpose, with their numbers."""
     counts = Counter(reason.reason for reason in left.values())
     rows = [[str(number), reason] for reason, number in counts.most_common()]
     return tabulate(rows, headers=["left", "reason"], tablefmt=table_format, disable_numparse=True)
 
 
-def page(kept: Mapping[str, TorchCoverage]) -> str:
+def markdown_document(kept: Mapping[str, TorchCoverage]) -> str:
     """Return docs/torch_coverage.md: the kept figures of each profile."""
     sections = [
         "# Coverage of torch",

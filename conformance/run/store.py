@@ -71,7 +71,7 @@ class RecordStore:
     """Trainer that is judged, as `known_trainers.resolve` takes its name; None for the reference trainer."""
 
     covers_torch: bool = False
-    """True if ranks leave in each record what they have seen of torch's own Python, see `torch_coverage.recording`."""
+    """True if ranks leave the coverage of torch's own Python in each record, see `torch_coverage.recording`."""
 
     def __post_init__(self) -> None:
         self._finished: set[Path] = set()

@@ -40,7 +40,7 @@ def require_coverage(*, is_of_reference: bool) -> None:
 
 
 def functions(jumps: Mapping[str, set[Jump]]) -> list[Function]:
-    """Return all functions of the areas, with what these jumps between lines have seen."""
+    """Return all functions of the areas, with the branches that are among these jumps between lines."""
     import coverage  # an extra of the package
 
     root = torch_directory()

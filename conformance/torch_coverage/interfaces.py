@@ -55,17 +55,17 @@ def interfaces() -> list[Interface]:
     for area in AREAS:
         for module_name in area.public:
             with suppress(ImportError):
-                for each in _of_module(area, module_name, importlib.import_module(module_name)):
+                for each in _interfaces_in_module(area, module_name, importlib.import_module(module_name)):
                     found.setdefault(each.code, each)
     return sorted(found.values(), key=lambda interface: interface.name)
 
 
-def _of_module(area: Area, module_name: str, module: Any) -> Iterator[Interface]:
+def _interfaces_in_module(area: Area, module_name: str, module: Any) -> Iterator[Interface]:
     listed = getattr(module, "__all__", None)
     for name, value in vars(module).items():
         is_own = getattr(value, "__module__", None) == module_name and not name.startswith("_")
         if (name in listed if listed is not None else is_own) and _is_of(area, value):
-            yield from _of_value(area, f"{module_name}.{name}", value)
+            yield from _interfaces_in_value(area, f"{module_name}.{name}", value)
 
 
 def _is_of(area: Area, value: Any) -> bool:
@@ -79,15 +79,15 @@ def _is_of(area: Area, value: Any) -> bool:
     return bool(plain) and getattr(value, "__module__", None) in area.public
 
 
-def _of_value(area: Area, name: str, value: Any) -> Iterator[Interface]:
+def _interfaces_in_value(area: Area, name: str, value: Any) -> Iterator[Interface]:
     if inspect.isclass(value):
         if not issubclass(value, (enum.Enum, BaseException)) and not getattr(value, "_is_protocol", False):
-            yield from _of_class(area, name, value)
+            yield from _interfaces_in_class(area, name, value)
     elif callable(value):
-        yield from _of_function(area, name, value, is_method=False)
+        yield from _interfaces_in_function(area, name, value, is_method=False)
 
 
-def _of_class(area: Area, name: str, value: type) -> Iterator[Interface]:
+def _interfaces_in_class(area: Area, name: str, value: type) -> Iterator[Interface]:
     """Yield the construction and the methods of a class, also those that it has from private classes of the area."""
     members: dict[str, Any] = {}
     for base in value.__mro__:
@@ -97,12 +97,12 @@ def _of_class(area: Area, name: str, value: type) -> Iterator[Interface]:
         is_static = isinstance(member, staticmethod)
         function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
         if member_name == "__init__":
-            yield from _of_function(area, name, function, is_method=True)
+            yield from _interfaces_in_function(area, name, function, is_method=True)
         elif not member_name.startswith("_"):
-            yield from _of_function(area, f"{name}.{member_name}", function, is_method=not is_static)
+            yield from _interfaces_in_function(area, f"{name}.{member_name}", function, is_method=not is_static)
 
 
-def _of_function(area: Area, name: str, function: Any, *, is_method: bool) -> Iterator[Interface]:
+def _interfaces_in_function(area: Area, name: str, function: Any, *, is_method: bool) -> Iterator[Interface]:
     """Yield a function or method that is written in Python and not abstract."""
     plain = inspect.unwrap(function) if callable(function) else function
     if not isinstance(plain, FunctionType) or getattr(plain, "__isabstractmethod__", False):

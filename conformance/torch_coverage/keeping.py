@@ -3,7 +3,7 @@
 import msgspec
 
 from conformance.project import PROJECT, require_checkout
-from conformance.torch_coverage.figures import TorchCoverage
+from conformance.torch_coverage.counting import TorchCoverage
 
 KEPT_FILE = PROJECT / "docs" / "torch_coverage.json"
 

@@ -1,4 +1,4 @@
-"""Reasons for what the suite leaves on purpose, from left.yaml; one that matches nothing is an error."""
+"""Reasons for targets that the suite leaves on purpose, from left.yaml; one that matches nothing is an error."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

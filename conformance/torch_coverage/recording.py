@@ -25,7 +25,7 @@ from conformance.torch_coverage.seen import SEEN_FILES, Seen
 
 @contextmanager
 def recording(directory: Path, device: torch.device) -> Iterator[None]:
-    """Leave what runs in the context in a file of a record's directory; after an exception, leave nothing."""
+    """Write the lines and calls of torch in the context to a file of a record; after an exception, write nothing."""
     import coverage  # an extra of the package, see `require_coverage`
 
     calls = _Calls({interface.code: interface for interface in interfaces()})
@@ -97,7 +97,7 @@ def _trace_backward(device: torch.device) -> None:
         return
     x = torch.ones(1, device=device, requires_grad=True)
     x.register_hook(_trace_thread)  # type: ignore[no-untyped-call]
-    x.sum().backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(x.sum())
     del x
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()

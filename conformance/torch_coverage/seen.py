@@ -30,7 +30,7 @@ class Seen(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters that one call gave values other than their defaults, in order of the alphabet, by callable."""
 
     def add(self, other: "Seen") -> None:
-        """Add what other runs of the same torch have seen. Raises UsageError for another version."""
+        """Add the coverage by other runs of the same torch. Raises UsageError for another version."""
         self.torch = self.torch or other.torch
         if self.torch != other.torch:
             raise UsageError(f"coverage of torch {self.torch} and of {other.torch} cannot be added: lines differ")
@@ -45,7 +45,7 @@ class Seen(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def seen_in_records(directory: Path, records: Iterable[str]) -> Seen:
-    """Return what the runs with these records, folders of a directory, have seen together."""
+    """Return the coverage by the runs with these records, folders of a directory, together."""
     total = Seen()
     for record in sorted(records):
         for file in sorted((directory / record).glob(SEEN_FILES)):
@@ -54,7 +54,7 @@ def seen_in_records(directory: Path, records: Iterable[str]) -> Seen:
 
 
 def read_seen(report: Path) -> Seen:
-    """Return what the session of a report has seen. Raises UsageError if it has measured no coverage of torch."""
+    """Return the coverage by the session of a report. Raises UsageError if it has measured no coverage of torch."""
     file = report / REPORT_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Seen)

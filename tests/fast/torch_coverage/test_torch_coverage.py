@@ -5,7 +5,7 @@ import pytest
 from conformance.plan.coverage import Tally
 from conformance.report.torch_coverage import missing_lines
 from conformance.torch_coverage.branches import functions, require_coverage
-from conformance.torch_coverage.figures import figures, targets
+from conformance.torch_coverage.counting import count, targets
 from conformance.torch_coverage.interfaces import described, interfaces, is_default
 from conformance.torch_coverage.reasons import Reason, Target, left_on_purpose, read_reasons
 from conformance.torch_coverage.seen import Seen
@@ -45,7 +45,7 @@ def test_only_an_equal_value_of_the_same_type_is_the_default() -> None:
 
 def test_figures_count_seen_parameters_and_pairs() -> None:
     seen = Seen(values={CLIP: {"norm_type": {"inf"}, "foreach": {"True"}}}, pairs={CLIP: {("foreach", "norm_type")}})
-    area = figures(seen, []).areas["clip_grad"]
+    area = count(seen, []).areas["clip_grad"]
     assert area.parameters.seen == 2 + 2  # and the two that have no default
     assert area.pairs.seen == 1
     assert area.branches.seen == 0 < area.branches.possible
@@ -98,4 +98,4 @@ def test_another_trainer_has_no_coverage() -> None:
 
 def test_what_is_left_is_not_possible() -> None:
     reason = Reason(places=["nn/utils/clip_grad.py:*"], reason="test")
-    assert figures(Seen(), [reason]).areas["clip_grad"].branches == Tally(0, 0)
+    assert count(Seen(), [reason]).areas["clip_grad"].branches == Tally(0, 0)

@@ -42,7 +42,7 @@ class _Held:
 
 
 def test_arguments_do_not_live_longer(tmp_path: Path) -> None:
-    """The frame that is looked into keeps no argument in a dictionary of its own: `step` drops the closure."""
+    """The frame that is looked into keeps no argument in a second dictionary: `step` drops the closure."""
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     with recording(tmp_path, torch.device("cpu")):
@@ -71,8 +71,10 @@ def backward_on_a_device_is_recorded(directory: Path) -> None:
         with recording(place, torch.device("sim")):
             x = torch.ones(2, device="sim", requires_grad=True)
             threads: list[int] = []
-            x.register_hook(partial(_clip_in_hook, threads))  # type: ignore[no-untyped-call]
-            x.sum().backward()  # type: ignore[no-untyped-call]
+            x.register_hook(  # type: ignore[no-untyped-call]
+                partial(_clip_in_hook, threads)
+            )
+            torch.autograd.backward(x.sum())
         assert threads != [threading.get_ident()]
         assert seen_in_records(directory, [place.name]).values[CLIP]["norm_type"] == {"inf"}
 

@@ -1,4 +1,4 @@
-"""Figures of the coverage of torch: branches, functions, parameters and pairs of parameters, seen and possible."""
+"""Counts of the coverage of torch: branches, functions, parameters and pairs of parameters, seen and possible."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
@@ -15,7 +15,7 @@ TOTAL = "all"
 
 
 class AreaCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coverage of an area of torch; what is left on purpose counts as not possible."""
+    """Coverage of an area of torch; targets left on purpose count as not possible."""
 
     branches: Tally
     functions: Tally
@@ -41,8 +41,8 @@ def targets(seen: Seen) -> list[Target]:
     return [*_code_targets(seen), *_interface_targets(seen)]
 
 
-def figures(seen: Seen, reasons: Sequence[Reason]) -> TorchCoverage:
-    """Return the figures of what was seen, by area. Raises UsageError for a reason that matches nothing."""
+def count(seen: Seen, reasons: Sequence[Reason]) -> TorchCoverage:
+    """Return the coverage by area. Raises UsageError for a reason that matches nothing."""
     found = targets(seen)
     left = left_on_purpose(found, reasons)
     names = [*(area.name for area in AREAS), TOTAL]
