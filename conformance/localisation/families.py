@@ -81,6 +81,7 @@ _FAMILIES: dict[str, Where] = {
     "DT": _TRIAL,
     "ENV": _MACHINE,
     "INIT": _STATE,
+    "LIFE": _TRIAL,
     "MEM": _FSDP_MEMORY,
     "MP": _DTYPE,
     "OFF": _STATE,

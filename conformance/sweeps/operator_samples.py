@@ -4,7 +4,7 @@ A dimension of a sample is a number, or one of two letters that stand for a size
 see `sizes`. Data are integers where the operator computes them exactly, in any order of sums, or else fp64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +113,12 @@ def sample(
 def indices(like: Tensor, *values: int) -> Tensor:
     """Return a plain tensor of int64 numbers on the device of another tensor."""
     return torch.tensor(values, device=like.device)
+
+
+def operators(owner: Any, names: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the operators of these names."""
+    for name in names.split():
+        yield name, getattr(owner, name)
 
 
 def _argument(text: Argument | tuple[int | str, ...] | str) -> Argument:
