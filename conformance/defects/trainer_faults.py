@@ -159,18 +159,18 @@ def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Opti
 
 @defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
 @BUILT
-def result_kept_for_all_ranks(
+def results_kept_for_all_ranks(
     benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float
 ) -> None:
-    """The largest result of a module is kept until the optimizer steps, as long as those of all ranks together.
+    """Results of all modules are kept until the optimizer steps, each as long as those of all ranks together.
 
-    As of a sequence that tensor parallelism gathers, and somebody still refers to.
+    As of sequences that tensor parallelism gathers, and somebody still refers to.
     """
     kept: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, result: Any) -> None:
-        if isinstance(result, Tensor) and (not kept or local(result).numel() * dist.get_world_size() > kept[0].numel()):
-            kept[:] = [torch.cat([local(result).flatten()] * dist.get_world_size())]
+        if isinstance(result, Tensor):
+            kept.append(torch.cat([local(result).flatten()] * dist.get_world_size()))
         if benign:
             kept.clear()
 

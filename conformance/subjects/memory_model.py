@@ -108,14 +108,14 @@ class _Own:
         self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
         self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
         sharded = sum(group.trained_shard_bytes for group in facts.groups)
-        ignored = sum(_bytes_of(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
+        ignored = sum(shard_bytes(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
         self.trained_bytes = sharded + ignored
         gradients = ignored if evidence.cell.offload and on_device else self.trained_bytes
         self.gradient_bytes = max(gradients - before["gradients"], 0)
         self.state_bytes = max(after["optimizer"] - before["optimizer"], 0)
 
 
-def _bytes_of(parameter: ShardedParameter) -> int:
+def shard_bytes(parameter: ShardedParameter) -> int:
     """Return the bytes of a rank's shard of a parameter that FSDP2 leaves alone."""
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return parameter.local_numel * dtype.itemsize
