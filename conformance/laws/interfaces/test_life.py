@@ -11,7 +11,7 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 
 @law(
     "LIFE-1",
-    where="id in (dp2-fp32-default-meta-integer, dp4-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    where="id in (dp2-fp32-default-meta, dp4-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
     reference=FULLY_SHARD,
     since="2.12",
     substrates=("gloo",),  # as for DT-3
