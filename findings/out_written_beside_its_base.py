@@ -1,8 +1,7 @@
-"""A matrix product with out= keeps to the layout of an earlier call, and the tensor that is given stays as it was.
+"""After a matrix product with out= into one layout, the same product into another leaves a tensor as it was.
 
-After `torch.mm(a, b, out=rows.detach())` the same product into a pending sum gives the detached tensor the layout and
-the memory of the first call's result: DTensor keeps how it has decided by the arguments, and changes the kept layout of
-`out`. The tensor that shares the memory of `out` holds old numbers.
+After `torch.mm(a, b, out=rows.detach())` the same call with a pending sum in place of sharded rows writes nothing into
+the tensor that shares the memory of `out`. Without the first call the numbers are right.
 
 severity: low
 visible: silent

@@ -149,12 +149,9 @@ def forward_kept(benign: bool, _original: Any, model: nn.Module, optimizer: Opti
         if benign:
             kept.clear()
 
-    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        kept.clear()
-
     for module in model.modules():
         module.register_forward_hook(keep)
-    optimizer.register_step_post_hook(forget)
+    _until_the_step(kept, optimizer)
 
 
 @defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
@@ -174,12 +171,9 @@ def results_kept_for_all_ranks(
         if benign:
             kept.clear()
 
-    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        kept.clear()
-
     for module in model.modules():
         module.register_forward_hook(keep)
-    optimizer.register_step_post_hook(forget)
+    _until_the_step(kept, optimizer)
 
 
 @defect("memory-by-phase", SHARED, FSDP2, of="any trainer")
@@ -196,12 +190,9 @@ def gradients_kept_unsharded(
         if benign:
             kept.clear()
 
-    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        kept.clear()
-
     for parameter in _trained(model):
         parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
-    optimizer.register_step_post_hook(forget)
+    _until_the_step(kept, optimizer)
 
 
 @defect("unordered-accesses schedules-agree", CELLS, STREAMS, of="any trainer", substrates=SIM)
@@ -260,6 +251,11 @@ def _above(model: nn.Module, parameter: nn.Parameter) -> list[Any]:
         for module in model.modules()
         if isinstance(module, FSDPModule) and any(each is parameter for each in module.parameters())
     ]
+
+
+def _until_the_step(kept: list[Tensor], optimizer: Optimizer) -> None:
+    """Clear a list of tensors whenever the optimizer has stepped."""
+    optimizer.register_step_post_hook(lambda *_unused: kept.clear())
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""LIFE: sequences of calls over the life of a sharded module, and calls of the same API on all ranks."""
+"""LIFE: sequences of calls over the life of a sharded module."""
 
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.sweeps import require_no_wrong_result
