@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from conformance.experiments.fsdp_net import fsdp_modules
 from conformance.instruments.fsdp_state import unsharded_gradients
 from conformance.instruments.sharding import local
+from conformance.oracles.dtype_policy import FP32, unset_reduce_dtype
 from conformance.sweeps.call_sequences import RULES, Call, Calls
 from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.options import SmallNet, samples_of
@@ -337,8 +338,13 @@ class PlainLife(Life):
         if call.name not in ("train", "forward", "evaluate", "unshard"):
             return {}
         gathers = {"all_gather": self.compute_dtype}
-        reduced = self.reduce_dtype or self.compute_dtype
+        reduced = self.reduce_dtype or self._unset_reduce_dtype()
         return gathers | ({"reduce_scatter": reduced, "all_reduce": reduced} if call.name == "train" else {})
+
+    def _unset_reduce_dtype(self) -> torch.dtype:
+        """Return the dtype of reductions without `reduce_dtype`: as of computation, or of the shards in newer torch."""
+        is_that_of_shards = unset_reduce_dtype(str(torch.__version__)) == FP32
+        return next(iter(self.net.parameters())).dtype if is_that_of_shards else self.compute_dtype
 
     def _leaves(self, prefix: str = "") -> dict[str, Tensor]:
         return {

@@ -13,7 +13,7 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     "LIFE-1",
     where="id in (dp2-fp32-default-meta, dp4-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
     reference=FULLY_SHARD,
-    since="2.12",
+    since="2.13",
     substrates=("gloo",),  # as for DT-3
 )
 def test_any_sequence_of_calls_equals_plain_torch(measure: Measure, cell: Cell) -> None:
