@@ -22,7 +22,6 @@ from conformance.judge.support import Machine
 from conformance.judge.verdicts import (
     BAD,
     CONFORMANT,
-    INCOMPLETE,
     NOT_CONFORMANT,
     SUITE_FAILED,
     USAGE,
@@ -154,7 +153,7 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
     if expected == CONFORMANT and report.trainer and report.trainer.blind_to:
         expected = NOT_CONFORMANT
     better = report.exit_code == CONFORMANT and expected != CONFORMANT
-    if better or report.exit_code not in (expected, SUITE_FAILED, USAGE, INCOMPLETE):
+    if better or report.exit_code not in (expected, SUITE_FAILED, USAGE):
         yield f"the report says exit status {report.exit_code}, the verdicts give {expected}"
 
 

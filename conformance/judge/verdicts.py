@@ -52,18 +52,22 @@ def classify(error: BaseException) -> tuple[Verdict, str]:
 def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
     """Return 0 for conformant, 1 for not conformant, 3 if the suite failed, 5 if no case or not every case was run.
 
+    A failure of the product decides an incomplete session: cases that were not run cannot take it back.
     `allows` contains the verdicts that the profile allows, see `matrix.Profile`.
     """
-    total = sum(counts.values())
-    if counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows:
-        return INCOMPLETE
-    if counts.get(Verdict.NOT_RUN) or total == sum(counts.get(verdict, 0) for verdict in _NOTHING_RAN):
-        return INCOMPLETE
+    has_failed = any(counts.get(verdict) for verdict in _AGAINST_THE_PRODUCT)
+    if not _is_complete(counts, allows):
+        return NOT_CONFORMANT if has_failed else INCOMPLETE
     if counts.get(Verdict.ERROR):
         return SUITE_FAILED
-    if any(counts.get(verdict) for verdict in _AGAINST_THE_PRODUCT):
-        return NOT_CONFORMANT
-    return CONFORMANT
+    return NOT_CONFORMANT if has_failed else CONFORMANT
+
+
+def _is_complete(counts: Mapping[Verdict, int], allows: Container[str]) -> bool:
+    """Return whether every case was run, but for `unsupported` ones where the profile allows them, and any was."""
+    if counts.get(Verdict.NOT_RUN) or (counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows):
+        return False
+    return sum(counts.values()) > sum(counts.get(verdict, 0) for verdict in _NOTHING_RAN)
 
 
 def _first_line(error: BaseException) -> str:

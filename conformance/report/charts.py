@@ -42,6 +42,17 @@ def bounds_bar(metric: Measurement) -> Markup:
     )
 
 
+def share_bar(share: float | None) -> Markup:
+    """Return a bar of a share of a bound, which is the right border; red beyond the border. Empty for None."""
+    if share is None:
+        return Markup()
+    return Markup(
+        '<svg class="share" viewBox="0 0 100 {height}" preserveAspectRatio="none" aria-hidden="true">'
+        '<rect width="{length:.1f}" height="{height}" fill="var({colour})"/>'
+        '<line x1="99.5" x2="99.5" y1="0" y2="{height}" class="bound"/></svg>'
+    ).format(height=_HEIGHT, length=min(100 * share, 100.0), colour="--bad" if share > 1 else "--bar")
+
+
 def _share(value: float, lower: float, upper: float) -> float:
     """0 at the lower bound, 1 at the upper one; where both are equal, the middle, or far off."""
     if upper > lower:

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from conformance.instruments.communication import Communication
 from conformance.judge.verdicts import BAD, Verdict
-from conformance.report.charts import bar, bounds_bar, deviations, loss_curve
+from conformance.report.charts import bar, bounds_bar, deviations, loss_curve, share_bar
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.explain import MAX_EXPLANATIONS, explain, summary, title
 from conformance.report.location import Mark
@@ -26,12 +26,13 @@ from conformance.report.sections import (
     bytes_text,
     families_of,
     filter_tokens,
+    has_outside,
     loss_plots,
     memory_plots,
     narrowest_margin,
     traffic_plots,
 )
-from conformance.report.text import headline
+from conformance.report.text import headline, not_run
 from conformance.report.trainer import trainer_lines
 from conformance.report.wording import bounds_text, counted, derivation_text, is_outside, value_text
 
@@ -54,7 +55,8 @@ _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:
 
 def html_report(report: Report, *, baseline: Report | None = None) -> str:
     """Return the HTML report of report.json; losses are overlaid with those of a baseline."""
-    families = families_of(report.cases)
+    reached = [case for case in report.cases if case.verdict != Verdict.NOT_RUN]
+    families = families_of(reached)
     explanations = explain(report)
     tokens = filter_tokens(list(dict.fromkeys([*(case.cell for case in report.cases), *report.cells])))
     return _template().render(
@@ -73,7 +75,8 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         },
         tokens=tokens,
         axes=_filter_axes(tokens),
-        verdicts=[verdict.value for verdict in Verdict if verdict.value in report.verdicts],
+        verdicts=list(verdict_counts(reached)),
+        unreached=list(not_run(report)),
         short=_SHORT,
         marks=_MARKS,
         memory=memory_plots(report.cases),
@@ -110,9 +113,9 @@ def _template() -> Template:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    charts = (bar, bounds_bar, deviations, loss_curve)
+    charts = (bar, bounds_bar, deviations, loss_curve, share_bar)
     words = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
-    filters = (*charts, *words, branches, is_outside, narrowest_margin, verdict_counts)
+    filters = (*charts, *words, branches, has_outside, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}
     return environment.get_template("report.html.j2")

@@ -24,6 +24,10 @@ NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN})
 """Verdicts on cases of which no law has judged a run."""
 _MIN_RATIO = 1.01
 """Smallest multiple of a bound that is written as a number."""
+_MIN_SHARE = 1e-4
+"""Smallest share that is written as a number, without an exponent."""
+_BELOW_ALL = 99.9
+"""Largest percentage that is written for less than all."""
 _DIMENSIONS = ("pp", "dp_shard", "dp_replicate", "tp")
 _DEFAULTS: dict[str, AxisValue] = {**dict.fromkeys(_DIMENSIONS, 1), **msgspec.structs.asdict(Cell())}
 _AXES = tuple(name for name in _DEFAULTS if name != "mesh")
@@ -38,7 +42,9 @@ class Narrowest(msgspec.Struct, frozen=True):
     """Metric of a law with the least room to its bound, over all cases."""
 
     text: str
-    """Room of the metric, such as `43 % of the bound`; `exact` if the law leaves no room, empty without bounds."""
+    """Room of the metric, such as `43.1 % of the bound`; `exact` if the law leaves no room, empty without bounds."""
+    share: float | None = None
+    """Margin of the metric, see `measurements.margin_of`; None for `exact`, without bounds, and for no finite share."""
     metric: str = ""
     """Name of the metric, and where it was worst."""
     case: str = ""
@@ -87,7 +93,8 @@ def narrowest_margin(cases: Sequence[CaseResult]) -> Narrowest:
     if not with_room:
         return Narrowest("exact" if bounded else "")
     margin, name, metric, case = max(with_room, key=lambda entry: entry[0])
-    return Narrowest(_room(margin, metric), f"{name}{f' at {metric.at}' if metric.at else ''}", case.id)
+    share = margin if math.isfinite(margin) else None
+    return Narrowest(_room(margin, metric), share, f"{name}{f' at {metric.at}' if metric.at else ''}", case.id)
 
 
 def _bounded(case: CaseResult) -> Iterator[tuple[str, Measurement]]:
@@ -105,7 +112,14 @@ def _room(margin: float, metric: Measurement) -> str:
         is_low = value - lower <= upper - value
         distance, side = (value - lower, "above the lower") if is_low else (upper - value, "below the upper")
         return f"{distance:.0f} bytes {side} bound"
-    return f"{100 * margin:.2g} % of the bound"
+    return "at the bound" if margin == 1.0 else f"{percent_text(margin)} of the bound"
+
+
+def percent_text(share: float) -> str:
+    """Return a share of at most 1 as a percentage of three significant digits: `43.1 %`; `under 0.01 %` for less."""
+    if 0 < share < _MIN_SHARE:
+        return f"under {100 * _MIN_SHARE:g} %"
+    return f"{min(100 * share, _BELOW_ALL) if share < 1 else 100 * share:.3g} %"
 
 
 # Axes
@@ -262,5 +276,10 @@ def _bytes_with_bounds(case: CaseResult, kind: str) -> dict[str, Measurement]:
     }
 
 
+def has_outside(plot: BytesPlot | LossPlot) -> bool:
+    """Return whether any metric of a plot is outside of its bounds; such plots come first."""
+    return any(map(is_outside, plot.metrics.values()))
+
+
 def _outside_first(plot: BytesPlot | LossPlot) -> bool:
-    return not any(map(is_outside, plot.metrics.values()))
+    return not has_outside(plot)

@@ -39,6 +39,8 @@ class Headline(msgspec.Struct, frozen=True):
 
     outcome: str
     """Meaning of the exit status: `CONFORMANT`, `NOT CONFORMANT`, `THE SUITE FAILED`, `USAGE ERROR`, `INCOMPLETE`."""
+    incomplete: str
+    """Clause about a session that ended early: `incomplete: 12 of 965 cases run`; empty if all planned cases ended."""
     subject: str
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]
@@ -51,22 +53,34 @@ class Headline(msgspec.Struct, frozen=True):
     """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
     @property
+    def verdict(self) -> str:
+        """Outcome, and how much of an incomplete session it rests on."""
+        return f"{self.outcome} ({self.incomplete})" if self.incomplete else self.outcome
+
+    @property
     def line(self) -> str:
-        """Outcome, restrictions and subject in one line."""
+        """Verdict, restrictions and subject in one line."""
         restricted = f" ({'; '.join(self.restrictions)})" if self.restrictions else ""
-        return f"{self.outcome}{restricted}: {'; '.join(filter(None, [self.judged, self.subject]))}"
+        return f"{self.verdict}{restricted}: {'; '.join(filter(None, [self.judged, self.subject]))}"
 
 
 def headline(report: Report) -> Headline:
     """Return the headline of a report."""
     return Headline(
         outcome=_OUTCOMES.get(report.exit_code, f"ENDED WITH EXIT STATUS {report.exit_code}"),
+        incomplete=_incomplete(report),
         subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
         judged=judged_line(report.trainer) if report.trainer else "",
         warning="; ".join(filter(None, [report.environment.get("untried_torch", ""), _unverified(report)])),
         nothing_about=_nothing_about(report),
     )
+
+
+def _incomplete(report: Report) -> str:
+    if not any(case.verdict == Verdict.NOT_RUN for case in report.cases):
+        return ""
+    return f"incomplete: {report.executed} of {counted(report.planned, 'case')} run"
 
 
 def _unverified(report: Report) -> str:
@@ -109,7 +123,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     wait_s = sum(case.wait_s for case in report.cases)
     if wait_s >= _MIN_WAIT_S:
         yield f"cases waited {wait_s:.0f} s in total for devices, processors or another worker's run"
-    yield f"\n{head.outcome}: {'; '.join(filter(None, [head.judged, _ending(report), place]))}"
+    yield f"\n{head.verdict}: {'; '.join(filter(None, [head.judged, _ending(report), place]))}"
 
 
 def markdown(report: Report) -> str:
@@ -255,11 +269,15 @@ def _escape(text: str) -> str:
 
 
 def _law_table(report: Report, *, table_format: str) -> str:
-    """Return a table of laws by verdict, with the time in seconds that the cases of each law took."""
-    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts]
+    """Return a table of laws by verdict, with the time in seconds that the cases of each law took.
+
+    Cases that the session has not reached are counted by a line of `_not_judged` alone.
+    """
+    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts and verdict != Verdict.NOT_RUN]
     by_law: dict[str, list[CaseResult]] = defaultdict(list)
     for case in report.cases:
-        by_law[case.law].append(case)
+        if case.verdict != Verdict.NOT_RUN:
+            by_law[case.law].append(case)
     rows = []
     for law in sorted(by_law, key=in_order):
         counts = Counter(case.verdict for case in by_law[law])
@@ -292,8 +310,19 @@ def _not_judged(report: Report) -> Iterator[str]:
     """Yield a line for each reason of cases that are waived, unsupported or not run."""
     waived = Counter(case.reason.partition(": ")[0] for case in report.cases if case.verdict == Verdict.WAIVED)
     yield from (f"waived, {counted(number, 'case')}: {issue}" for issue, number in waived.items())
-    others = Counter((case.verdict, case.reason) for case in report.cases if case.verdict in _NOT_JUDGED)
-    yield from (f"{verdict}, {counted(number, 'case')}: {reason}" for (verdict, reason), number in others.items())
+    others = Counter(case.reason for case in report.cases if case.verdict == Verdict.UNSUPPORTED)
+    yield from (f"{Verdict.UNSUPPORTED}, {counted(number, 'case')}: {reason}" for reason, number in others.items())
+    yield from not_run(report)
+
+
+def not_run(report: Report) -> Iterator[str]:
+    """Yield a line for each reason for which a session has not reached cases, with the number of cases and laws."""
+    laws: dict[str, list[str]] = defaultdict(list)
+    for case in report.cases:
+        if case.verdict == Verdict.NOT_RUN:
+            laws[case.reason].append(case.law)
+    for reason, of in laws.items():
+        yield f"{Verdict.NOT_RUN}, {counted(len(of), 'case')} of {counted(len(set(of)), 'law')}: {reason}"
 
 
 def _scope(report: Report) -> list[str]:

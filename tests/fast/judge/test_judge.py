@@ -147,7 +147,8 @@ def test_classify(error: BaseException, verdict: Verdict, reason: str) -> None:
         (["pass", "error"], 3),
         (["fail", "error", "crash"], 3),
         (["pass", "not-run"], 5),
-        (["fail", "error", "not-run"], 5),
+        (["error", "not-run"], 5),
+        *(([name, "error", "not-run"], 1) for name in ("fail", "unexpected-pass", "timeout", "crash")),
     ],
 )
 def test_exit_status(verdicts: list[str], status: int) -> None:

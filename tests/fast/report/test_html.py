@@ -220,6 +220,10 @@ def test_laws_by_family_in_the_order_of_their_numbers() -> None:
     ("metrics", "room"),
     [
         ([deviation(1e-6), deviation(4.3e-6)], "43 % of the bound"),
+        ([deviation(1e-5)], "at the bound"),
+        ([deviation(9.9999e-6)], "99.9 % of the bound"),
+        ([deviation(4.3219e-6)], "43.2 % of the bound"),
+        ([deviation(1e-12)], "under 0.01 % of the bound"),
         ([deviation(1e-3)], "100 times the bound"),
         ([deviation(None)], "outside"),
         ([ratio(1.8), deviation(1e-6)], "90 % of the bound"),

@@ -48,6 +48,17 @@ def test_the_outcome_is_the_first_and_the_last_thing_told() -> None:
     assert text.endswith("\nTHE SUITE FAILED: 9 of 9 cases executed in 1.0 s, exit status 3; report: here")
 
 
+def test_a_session_that_ended_early_tells_its_failure_and_counts_the_rest_in_one_line() -> None:
+    rest = [replace(case(f"{law}/a", "not-run"), reason="the session ended") for law in ("MP-1", "MP-2", "MP-2")]
+    ended = [case("PAR-2/a"), case("PAR-1/a", "fail")]
+    text = terminal(report(*ended, *rest, executed=2, exit_code=1))
+    assert text.startswith("NOT CONFORMANT (incomplete: 2 of 5 cases run): torch 2.13.0, 2 x Fake (gloo), profile pr\n")
+    assert "\nNOT CONFORMANT (incomplete: 2 of 5 cases run): 2 of 5 cases executed" in text
+    assert "\nnot-run, 3 cases of 2 laws: the session ended\n" in text
+    assert not any(line.startswith("MP-") for line in text.splitlines()), "no rows of laws without a result"
+    assert "not-run" not in next(line for line in text.splitlines() if line.startswith("law "))
+
+
 def test_failures_come_before_the_table_and_cases_that_were_not_judged_after_it() -> None:
     text = terminal(session())
     failed, table, unjudged = (text.index(word) for word in ("What failed: 5 cases of 2 laws\n", "law  ", "waived, 2"))

@@ -285,7 +285,8 @@ def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, worke
     assert len(unfinished) == 6 - report.executed
     told = [line for line in session.output.splitlines() if line.startswith("not-run, ")]
     cases = "1 case" if len(unfinished) == 1 else f"{len(unfinished)} cases"
-    assert told == [f"not-run, {cases}: the session ended before this case"]
+    laws = "1 law" if len({case.law for case in unfinished}) == 1 else f"{len({case.law for case in unfinished})} laws"
+    assert told == [f"not-run, {cases} of {laws}: the session ended before this case"]
     for case in unfinished:
         assert case.reason == "the session ended before this case"
         assert "MUST" in case.must
