@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from itertools import pairwise
 
 import shtab
 
@@ -28,7 +29,7 @@ from conformance.cli import (
 from conformance.cli.command import Answer, Parser
 from conformance.judge.verdicts import USAGE
 from conformance.run.devices.hardware import ONE_THREAD
-from reference_trainer.checks import UsageError
+from reference_trainer.checks import UsageError, require_given
 
 _COMMANDS = (
     list_cells,
@@ -72,7 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns 0, 1 for problems, or 4 for a usage error, with one line on stderr."""
     os.environ.update(ONE_THREAD)  # of commands that judge; no torch is imported yet
     try:
-        options = _parser().parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        require_given({name: value for name, value in pairwise(words) if name.startswith("--")})
+        options = _parser().parse_args(words)
         answer: Answer = options.run(options)
     except UsageError as error:
         return _complain(str(error), USAGE)

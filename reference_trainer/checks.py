@@ -1,7 +1,7 @@
 """Building blocks of configurations: a strict struct, and checks with precise errors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -40,6 +40,12 @@ def positive(value: float) -> bool:
 def not_negative(value: float) -> bool:
     """Return whether the value is 0 or more, and finite."""
     return 0.0 <= value < math.inf
+
+
+def require_given(options: Mapping[str, object]) -> None:
+    """Raise UsageError for an option whose value is an empty text, as a shell makes of a variable that is not set."""
+    for name, value in options.items():
+        require(value != "", f"{name} is empty: give a value, or leave the option out")
 
 
 def fraction(value: float) -> bool:

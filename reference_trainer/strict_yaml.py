@@ -161,6 +161,8 @@ def allowed(given: str, names: Iterable[str]) -> str:
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not (path.is_file() or path.is_dir()):  # processes read it again, and a pipe would wait
+        raise ConfigError(f"{path}:1: cannot be read: neither a file nor a link to one: save the content in a file")
     try:
         content = path.read_bytes()
     except OSError as error:

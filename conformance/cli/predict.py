@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conformance.cli.command import Answer, Commands
-from reference_trainer.checks import UsageError
+from reference_trainer.checks import UsageError, require
 
 if TYPE_CHECKING:
     from conformance.sizing.prediction import Prediction, Request
@@ -97,6 +97,7 @@ def _write_chart(file: Path, request: "Request", predicted: "Prediction", device
 
     model = Path(request.model)
     title = f"{Path(model.parent.name, model.name)} on {request.mesh}: peak memory of each rank"
+    require(file.is_file() or not file.exists(), f"--picture {file} cannot be written: it exists and is no file")
     try:
         file.write_text(memory_chart(predicted.phases, title=title, device_bytes=device_bytes))
     except OSError as error:

@@ -6,6 +6,7 @@ and `hangs` of a `@defect(...)` are literals, or constants of the module that ar
 """
 
 import ast
+import difflib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,6 @@ from conformance.defects import edits
 from conformance.defects.edits import edited_defects
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
 from reference_trainer.checks import UsageError
-from reference_trainer.strict_yaml import allowed
 
 TWIN, AND = ".twin", "+"
 
@@ -50,7 +50,11 @@ def require_known(name: str) -> str:
         name = f"{Path(path).resolve()}:{attribute}"
         from_file(name.removesuffix(TWIN))
     elif not is_known(name):
-        raise UsageError(f"--defect {name}: not a known defect, nor FILE.py:NAME for your own{allowed(name, ids())}")
+        near = difflib.get_close_matches(name, ids(), n=1)
+        meant = f" (did you mean `{near[0]}`?)" if near else ""
+        raise UsageError(
+            f"--defect {name}: not a known defect, nor FILE.py:NAME for your own{meant}; `conformance laws` names all"
+        )
     return name
 
 

@@ -64,7 +64,7 @@ def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("wai
 
 
 def _is_complete(counts: Mapping[Verdict, int], allows: Container[str]) -> bool:
-    """Return whether every case was run, but for `unsupported` ones where the profile allows them, and any was."""
+    """Return whether all cases were run, not counting `unsupported` ones that the profile allows, and at least one."""
     if counts.get(Verdict.NOT_RUN) or (counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows):
         return False
     return sum(counts.values()) > sum(counts.get(verdict, 0) for verdict in _NOTHING_RAN)

@@ -1,20 +1,24 @@
 """Options of the suite, of which another plugin may have claimed one first."""
 
 import argparse
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-DEFAULT_PROFILE = "pr"
+from reference_trainer.checks import UsageError, require, require_given
+
+DEFAULT_PROFILE, DEFAULT_SEED = "pr", "0"
+_LARGEST_SEED = 2**62
+"""Cells have small seeds, to which that of a session is added: the sum must fit into 63 bits."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
     "--budget": {"metavar": "T", "help": "only the first cells, best first, that take this time: 90s, 5m or 1h"},
     "--cells": {"metavar": "EXPR", "help": "only these cells, such as 'tp=2 and precision=fp32', or an id"},
     "--laws": {"metavar": "IDS", "help": "only these laws, such as 'PAR-1,CLIP-*'"},
     "--seed": {
-        "type": int,
-        "default": 0,
+        "default": DEFAULT_SEED,
         "metavar": "N",
         "help": "add N to the seed of every cell: other weights and data",
     },
@@ -41,16 +45,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "order in which reductions over ranks add on processors: gloo (its own), ring (NCCL's) or tree",
     },
     "--shrink": {
-        "type": float,
-        "default": 60.0,
+        "default": "60",
         "metavar": "SECONDS",
-        "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)g)",
+        "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)s)",
     },
     "--explain": {
-        "type": float,
-        "default": 30.0,
+        "default": "30",
         "metavar": "SECONDS",
-        "help": "time to search for the first wrong places of failures; 0: none (default: %(default)g)",
+        "help": "time to search for the first wrong places of failures; 0: none (default: %(default)s)",
     },
     "--subject": {
         "metavar": "TRAINER",
@@ -68,7 +70,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "measure which branches and options of torch the judged runs use: see `conformance coverage --torch`",
     },
     "--deadline": {
-        "type": float,
         "metavar": "SECONDS",
         "help": "time limit of the runs of one case (default: the profile's)",
     },
@@ -86,6 +87,34 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--defect": {"metavar": "ID", "help": "inject a known fault, or FILE.py:NAME; the laws that it violates must fail"},
 }
+
+
+def require_values(option: Any) -> None:
+    """Raise UsageError for an option of the suite whose value is an empty text."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(option).items()}
+    require_given({name: value for name, value in given.items() if name in _OPTIONS})
+
+
+def parse_seed(text: str) -> int:
+    """Return the number of `--seed`. Raises UsageError for any other text, and for numbers that no generator takes."""
+    allowed = f"--seed {text}: write a whole number from 0 to {_LARGEST_SEED}"
+    try:
+        number = int(text)
+    except ValueError:
+        raise UsageError(allowed) from None
+    require(0 <= number <= _LARGEST_SEED, allowed)
+    return number
+
+
+def parse_seconds(name: str, text: str, fits: Callable[[float], bool], requirement: str) -> float:
+    """Return the time of an option in seconds. Raises UsageError for any other text, and for times that do not fit."""
+    allowed = f"{name} {text}: write a number of seconds, {requirement}"
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(allowed) from None
+    require(fits(value), allowed)
+    return value
 
 
 def add_options(parser: pytest.Parser) -> list[str]:

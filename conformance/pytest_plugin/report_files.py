@@ -50,7 +50,8 @@ class ReportFiles:
             raise UsageError(f"--report-dir {directory}: another session writes there; name another one") from None
         except OSError as error:
             self._lock.release()
-            raise UsageError(f"--report-dir {directory} cannot be written: {error}") from None
+            advice = "name a directory that you may write"
+            raise UsageError(f"--report-dir {directory} cannot be written: {error.strerror}: {advice}") from None
 
     def write_line(self, row: object) -> None:
         """Write a line of the stream; a full disk must not hide the verdicts, which are printed at the end."""

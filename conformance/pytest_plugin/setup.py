@@ -21,7 +21,7 @@ from conformance.plan.matrix import TRAINERS, Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file, module_of
 from conformance.pytest_plugin.cases import cases_of, parse_shard
-from conformance.pytest_plugin.options import DEFAULT_PROFILE
+from conformance.pytest_plugin.options import DEFAULT_PROFILE, DEFAULT_SEED, parse_seconds, parse_seed, require_values
 from conformance.report.diff import Baseline
 from conformance.run import known_trainers
 from conformance.run.devices.hardware import Hardware, find_hardware
@@ -30,7 +30,7 @@ from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools, RunsTasks
 from conformance.run.store import RecordStore
 from conformance.torch_coverage.branches import require_coverage
-from reference_trainer.checks import UsageError
+from reference_trainer.checks import UsageError, not_negative, positive
 
 POOLS = pytest.StashKey[RunsTasks]()
 """Key of a pytest configuration for a substitute of `Pools`, which runs tasks on other hosts too."""
@@ -98,8 +98,15 @@ def read_options(config: pytest.Config) -> SessionSetup:
     report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
     name = inherited.get("session", uuid.uuid4().hex[:12])
     try:
+        require_values(option)
         file = Path(option.matrix) if option.matrix else data_file("matrix.yaml")
         matrix = load_matrix(file)
+        seed = parse_seed(option.seed)
+        deadline_s = parse_seconds("--deadline", option.deadline, positive, "above 0") if option.deadline else None
+        shrink_s, explain_s = (
+            parse_seconds(f"--{name}", getattr(option, name), not_negative, "0 for no search")
+            for name in ("shrink", "explain")
+        )
         subject = option.subject
         if subject:
             known_trainers.resolve(subject)
@@ -117,11 +124,11 @@ def read_options(config: pytest.Config) -> SessionSetup:
         if trainer is not None:
             planned = matrix.trainer_cases(trainer, only=selection, is_fast=option.fast)
         else:
-            planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
+            planned = matrix.cases(option.profile, only=selection, seed=seed, budget_s=budget_s)
         if not planned and selection is not None:
             for cell_id in selection.ids:
                 matrix.cell(cell_id, trainer=trainer)
-            planned = cases_of(option.cells, matrix, seed=option.seed, trainer=trainer)
+            planned = cases_of(option.cells, matrix, seed=seed, trainer=trainer)
         cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
@@ -143,7 +150,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             waivers=waivers,
             accepted=accepted,
             expired_waivers=expired_warning(expired),
-            seed=option.seed,
+            seed=seed,
             defect=defect,
             selection=_selection(config),
             baseline=Baseline(Path(option.baseline)) if option.baseline else None,
@@ -152,7 +159,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 session=name,
                 torch_version=importlib.metadata.version("torch"),
                 defect=defect,
-                deadline_s=option.deadline or profile.deadline_s,
+                deadline_s=deadline_s or profile.deadline_s,
                 subject=subject,
                 pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
                 hardware=hardware,
@@ -160,8 +167,8 @@ def read_options(config: pytest.Config) -> SessionSetup:
             ),
             repro_options=tuple(_repro_options(option, defect)),
             faults=not (option.no_faults or option.fast),
-            shrink_s=option.shrink,
-            explain_s=option.explain,
+            shrink_s=shrink_s,
+            explain_s=explain_s,
         )
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
@@ -198,7 +205,7 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
     given = {
         "subject": option.subject,
         "matrix": option.matrix,
-        "seed": option.seed or None,
+        "seed": parse_seed(option.seed) or None,
         "defect": defect,
         "accelerator": option.accelerator if option.accelerator != "auto" else None,
         "share-gpu": option.share_gpu if option.share_gpu != "auto" else None,
@@ -211,7 +218,11 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
 
 def _require_no_other_data(option: Any) -> None:
     """Raise UsageError for options that other people's trainers do not have: their cells and data are fixed."""
-    given = {"--profile": option.profile != DEFAULT_PROFILE, "--budget": option.budget, "--seed": option.seed}
+    given = {
+        "--profile": option.profile != DEFAULT_PROFILE,
+        "--budget": option.budget,
+        "--seed": option.seed != DEFAULT_SEED,
+    }
     unfit = [name for name, is_given in given.items() if is_given]
     if option.subject and unfit:
         raise UsageError(f"--subject has a profile and data of its own: leave out {', '.join(unfit)}")

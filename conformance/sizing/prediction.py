@@ -50,6 +50,8 @@ _CHOICES = {
     "offload": ("none", "cpu"),
     "activation_checkpointing": CHECKPOINTING,
 }
+_LARGEST = 2**40
+"""Largest number of samples, micro-batches or tokens: their products fit into 64 bits."""
 _AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _FP32_BYTES = 4
 _UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
@@ -258,6 +260,9 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
     """Return the trainer's configuration, and its degrees of parallelism. Raises UsageError as `prediction` does."""
     model = read_model(request.model, request.overrides)
     _require_modelled(model)
+    for name in ("batch", "accumulation", "seq_len"):
+        given = getattr(request, name)
+        require(given <= _LARGEST, f"{name} {given}: at most {_LARGEST}")
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")

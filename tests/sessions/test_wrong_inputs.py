@@ -6,6 +6,7 @@ above the command, `FILE: OLD -> NEW`, is an edit of a file before the command. 
 """
 
 import importlib.metadata
+import os
 import re
 import shlex
 import shutil
@@ -101,6 +102,8 @@ def files(directory: Path) -> None:
 
     (directory / "empty").mkdir()
     (directory / "file").write_text("a file")
+    os.mkfifo(directory / "pipe")
+    (directory / "empty.yaml").touch()
     (directory / "word.yaml").write_text("word")
     (directory / "binary.yaml").write_bytes(b"\xff\xfe")
     write_matrix(directory / "matrix.yaml", MATRIX)
@@ -160,7 +163,7 @@ def place(row: Row, given: Path, directory: Path) -> Path:
     match = re.fullmatch(r"(\S+): (.*) -> (.*)", row.edit)
     assert match, row.edit
     name, old, new = match.groups()
-    shutil.copytree(given, directory)
+    shutil.copytree(given, directory, ignore=shutil.ignore_patterns("pipe"))
     text = (directory / name).read_text()
     assert old in text, f"{name} has no {old}"
     (directory / name).write_text(text.replace(old, new.encode().decode("unicode_escape"), 1))
