@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The jobs of .github/workflows/conformance.yml, for any other CI or a shell: ci/pipeline.sh JOB [i/n]
+# The jobs of .github/workflows/conformance.yml, for any other CI or a shell: ci/pipeline.sh JOB [i/n | DIRECTORY]
 #
 #   check          ruff and mypy
 #   push           the suite's own tests, and profile smoke
@@ -9,6 +9,7 @@
 #   nightly-tests  tests that are too long for each push
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
+#   site           a static site in site/ of the reports by version that lie below DIRECTORY
 #   cuda-build     profile smoke, and tests of ranks, on the CUDA builds of VERSIONS on a machine without a device
 #   other-kernels  profile nightly (or a shard) with kernels that add in other orders, from a new seed each week
 #   package        files of ci/ that run the suite elsewhere, by their linters, and a wheel in an empty environment
@@ -65,6 +66,11 @@ case $job in
     ci/run_versions.sh $versions || status=1
     summarize versions/table.md
     ;;
+  site)
+    make environment || exit 1
+    mapfile -t reports < <(find "${shard:?directory of reports}" -path '*/versions/*' -name report.json | sort --version-sort)
+    .venv/bin/python -m conformance site site "${reports[@]%/report.json}" || status=1
+    ;;
   cuda-build)
     export PYTHON=${PYTHON:-python3.12}
     for version in ${VERSIONS:-2.11.0 2.15.0}; do
@@ -84,7 +90,7 @@ case $job in
     ;;
   gpu) conformance certify ;;
   *)
-    sed -n '2,19s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,20s/^# \?//p' "${BASH_SOURCE[0]}" >&2
     exit 4
     ;;
 esac

@@ -21,6 +21,7 @@ from conformance.cli import (
     reports,
     show,
     sim,
+    site,
     spmd,
     verify,
     versions,
@@ -44,6 +45,7 @@ _COMMANDS = (
     verify,
     reports,
     versions,
+    site,
     waive,
     docs,
     lock,
@@ -59,8 +61,8 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   explain             the first wrong tensor or collective of a failed case
   defects             proof that laws can fail: every known fault, and its benign twin
   findings            known faults of torch and trainers, tried on what is installed
-  verify, diff, html, versions, waive, schema
-                      reports: checked, compared, shown, and their fields
+  verify, diff, html, versions, site, waive, schema
+                      reports: checked, compared, shown, published, and their fields
   docs                generated parts of README and docs: checked, written
   sim                 any program on the simulated accelerator, under many schedules
   lock                matrix.lock, the derived cells: checked, written

@@ -27,7 +27,7 @@ LAYERS = (
     ("conformance/subjects",),
     ("conformance/localisation",),
     ("conformance/laws",),
-    ("conformance/pytest_plugin", "conformance/detection"),
+    ("conformance/pytest_plugin", "conformance/detection", "conformance/site"),
     ("conformance/cli",),
 )
 """Order of imports: a module may import its own package and those of earlier layers.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from conformance.instruments.communication import Communication
@@ -103,16 +103,21 @@ def linked(text: str) -> Markup:
     return html + escape(text[end:])
 
 
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("conformance.report"),
+def template_environment(*packages: str) -> Environment:
+    """Return an environment with the templates of some packages, which escapes texts and refuses unknown names."""
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package) for package in packages]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = template_environment("conformance.report")
     charts = (bar, bounds_bar, deviations, loss_curve, share_bar)
     words = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
     filters = (*charts, *words, branches, has_outside, is_outside, narrowest_margin, verdict_counts)

@@ -69,7 +69,7 @@ def headline(report: Report) -> Headline:
     return Headline(
         outcome=_OUTCOMES.get(report.exit_code, f"ENDED WITH EXIT STATUS {report.exit_code}"),
         incomplete=_incomplete(report),
-        subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
+        subject=f"torch {report.environment['packages']['torch']}, {device_text(report)}, profile {report.profile}",
         restrictions=list(restrictions(report)),
         judged=judged_line(report.trainer) if report.trainer else "",
         warning="; ".join(filter(None, [report.environment.get("untried_torch", ""), _unverified(report)])),
@@ -176,7 +176,8 @@ def annotations(report: Report, *, is_asked: bool = False) -> list[str]:
     return [_annotation(explanation, report) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
 
 
-def _device(report: Report) -> str:
+def device_text(report: Report) -> str:
+    """Return the devices of a session, with the substrates of judged cases: `CPU (gloo, simulated)`."""
     device = report.environment["device"]
     names = {"cpu": "CPU", "sim": device.get("name")}
     name = names.get(device.get("type")) or f"{device['count']} x {device['name']}"

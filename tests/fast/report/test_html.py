@@ -56,7 +56,7 @@ REPORT = report(
 class Outline(html.parser.HTMLParser):
     """Parser that collects open tags, and (tag, attribute, value) of all tags."""
 
-    EMPTY = ("meta", "input", "br", "rect", "polyline", "line", "circle")
+    EMPTY = ("meta", "link", "input", "br", "rect", "polyline", "line", "circle")
 
     def __init__(self, text: str) -> None:
         super().__init__()
