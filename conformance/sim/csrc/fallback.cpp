@@ -333,9 +333,10 @@ std::optional<Values> Call::infer() {
   return results;
 }
 
+// An output that is an input, too, counts: variants in place of composed operators pass their tensor as both.
 bool Call::would_resize_in_place(const Values& others) const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (!writes(i) || schema_.arguments()[i].is_out()) continue;
+    if (!writes(i) || (schema_.arguments()[i].is_out() && !is_input(arguments_[i]))) continue;
     auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
     for (size_t j = 0; j < tensors.size(); ++j)
       if (tensors[j].sizes() != resized[j].sizes()) return true;
