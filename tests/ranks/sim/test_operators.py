@@ -56,6 +56,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def nothing_grows_in_place() -> None:
+    """Variants in place of composed operators hand their tensor over as an input and as `out`."""
+    device.follow(Schedule.parse("lazy"))
+    small, large = torch.ones(1, 2, device="sim"), torch.ones(3, 2, device="sim")
+    for call in (small.logical_and_, small.ldexp_, small.add_):
+        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+            call(large)
+    assert small.shape == (1, 2)
+
+
 def norms_are_one_operator() -> None:
     device.follow(Schedule.parse("lazy"))
     for dtype in DTYPES:
@@ -195,6 +205,7 @@ def other_kernels_compute_on_the_device() -> None:
 
 CHECKS = (
     norms_are_one_operator,
+    nothing_grows_in_place,
     attention_is_what_cuda_chooses,
     masks_of_attention_are_added,
     switches_of_attention_are_obeyed,
