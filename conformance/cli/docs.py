@@ -18,6 +18,7 @@ from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
 from conformance.cli.reports import as_json
+from conformance.findings.symptoms import read_symptoms, symptoms_markdown
 from conformance.findings.table import CATALOGUE, TRAINERS, catalogue, findings, read_versions, worst
 from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
@@ -109,6 +110,7 @@ def generated() -> dict[Path, str]:
             findings(), read_versions(), trainers=findings(TRAINERS), trainer_versions=read_versions(TRAINERS)
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
+        docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
         docs / "torch_coverage.md": markdown_document(read_kept()),
         **_fidelity(),
     }

@@ -20,6 +20,7 @@ TRAINERS = DIRECTORY / "trainers"
 """Directory of the programs about other packages than torch."""
 TORCH = "torch"
 NO_THREAD = "none known"
+NO_LAW = "none"
 _SEVERITIES, _VISIBLE = ("high", "medium", "low"), ("silent", "hang", "loud")
 _LAW = r"^([A-Z]+-[0-9]+|[a-z0-9]+(-[a-z0-9]+)*)\Z"
 _FIELD = re.compile(r"^(\w+): +(\S.*)$")

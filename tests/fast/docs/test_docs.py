@@ -10,6 +10,7 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.defects.catalogue import defects
+from conformance.findings.table import findings
 from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.plan.substrates import Substrate
@@ -19,7 +20,7 @@ from conformance.pytest_plugin.options import DEFAULT_PROFILE
 GENERATED = (
     *("conformance/laws/README.md", "docs/kill_matrix.md", "docs/located.md", "docs/mistakes.md"),
     *("docs/sim/fidelity.md", "docs/sim/operators.md", "docs/sim/pytorch_tests.md", "docs/torch_coverage.md"),
-    "findings/README.md",
+    *("findings/README.md", "docs/symptoms.md"),
 )
 """Tables that a command writes as a whole; in other pages it writes blocks between markers."""
 NO_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reference_trainer/corpus/README.md", *GENERATED[:8])
@@ -226,7 +227,9 @@ MAX_CASES, MAX_RANKS = 5, 4
 DEFECTS = {defect.id: defect for defect in defects()}
 MATRIX = load_matrix(PROJECT / "matrix.yaml")
 
-_ENTRY = re.compile(r"^- \*\*(?P<symptom>.*?)(?P<text>\*\*.*?)\n\n {6}(?P<command>.*?)$", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(
+    r"^- \*\*(?P<symptom>.*?)(?P<text>\*\*.*?)\n\n {6}(?P<command>pytest .*?)$", re.MULTILINE | re.DOTALL
+)
 ENTRIES = [match.groups() for match in _ENTRY.finditer(read("docs/symptoms.md"))]
 
 
@@ -247,4 +250,6 @@ def test_a_command_judges_the_law_where_the_defect_shows(symptom: str, text: str
 
 def test_all_commands_are_checked() -> None:
     text = read("docs/symptoms.md")
-    assert len(ENTRIES) == len(re.findall(r"^ *pytest ", text, re.MULTILINE)) == text.count("\n- **")
+    programs = re.findall(r"^ *python -m conformance findings ([a-z0-9_]+)$", text, re.MULTILINE)
+    assert sorted(programs) == sorted(finding.name for finding in findings())
+    assert len(ENTRIES) == len(re.findall(r"^ *pytest ", text, re.MULTILINE)) == text.count("\n- **") - len(programs)
