@@ -256,6 +256,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     expressions over the names of groups (`tok_embeddings`, `layers.0`, ..., `output`): the first that matches the full
     name decides, between always, never and a number; a group that none matches is always resharded. `auto`: never if
     the estimated peak then fits, else default, in a pipeline always."""
+    grouping: Literal["blocks-and-ends", "blocks"] = "blocks-and-ends"
+    """FSDP groups: each block, the embedding, and norm and output together; or each block, and embedding, norm and
+    output as one group around them, which a tied weight needs in any case."""
     memory_bytes: int | None = None
     """Memory of each process that `auto` may count on. None: that of the device."""
     init: Init = "meta"
@@ -315,6 +318,11 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
         _check_compatibility(self)
+
+
+def has_group_around_blocks(config: TrainerConfig) -> bool:
+    """Return whether embedding, norm and output are one FSDP group, which forward enters first and leaves last."""
+    return config.grouping == "blocks" or config.model.tied_embeddings
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -429,6 +437,7 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "norms_in_tp": (True,),
     "mesh.dp_replicate": (1,),
     "model.tied_embeddings": (False,),
+    "grouping": ("blocks-and-ends",),
     "optimizer.implementation": ("auto",),
     "optimizer.norm_type": (2.0,),
     "optimizer.error_if_nonfinite": (False,),

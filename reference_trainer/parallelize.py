@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from reference_trainer.config import GradientSync, TrainerConfig
+from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
@@ -76,7 +76,7 @@ def parallelize(
     for name, block in chosen.items():
         apply_fsdp_to_block(block, name, policy, fsdp, norms_apart=norms_apart)
     if ends:
-        apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart)
+        apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart, together=has_group_around_blocks(config))
 
     # 5. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
     if ends and not model.stages:
@@ -218,14 +218,14 @@ def apply_fsdp_to_block(
 
 
 def apply_fsdp_to_ends(
-    model: Transformer, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
+    model: Transformer, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool, together: bool
 ) -> None:
-    """Shard the embedding and (norm, output) as separate groups, then the root.
+    """Shard the embedding and (norm, output) as separate groups, or `together` as one, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only.
     """
     ends = model.ends
-    if "tok_embeddings" in ends and not model.config.tied_embeddings:
+    if "tok_embeddings" in ends and not together:
         fully_shard(ends.pop("tok_embeddings"), reshard_after_forward=policy.of("tok_embeddings"), **options)
     if "norm" in ends and norms_apart:
         fully_shard(ends.pop("norm"), reshard_after_forward=policy.of("norm"), **options)

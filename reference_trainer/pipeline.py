@@ -132,6 +132,10 @@ def _check_goes_with_pipeline(config: TrainerConfig) -> None:
         "own for the shared weight; set model.tied_embeddings=false",
     )
     require(
+        config.grouping == "blocks-and-ends",
+        f"{name} and grouping {config.grouping}: embedding and output are on different stages; leave grouping out",
+    )
+    require(
         config.checkpoint_reader == "each-rank",
         f"{name} and checkpoint_reader {config.checkpoint_reader}: torch broadcasts a state dict to ranks "
         "that hold the same parameters; use checkpoint_reader each-rank",

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from reference_trainer.checks import require
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import TrainerConfig, has_group_around_blocks
 from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims
@@ -31,14 +31,14 @@ _USABLE = 0.9
 def group_names(config: TrainerConfig) -> list[str]:
     """Return the names of the groups, each that of a module, in the order in which forward enters them.
 
-    Each norm is a separate group if the precision takes norms apart. Tied embeddings are in the group of the output,
-    the last one here.
+    Each norm is a separate group if the precision takes norms apart. An embedding without a group is in that of the
+    output, the last one here.
     """
     apart = PRECISIONS[config.precision].norms_apart
     blocks = [f"layers.{index}" for index in range(config.model.n_layers)]
     norms = ("attention_norm", "ffn_norm") if apart else ()
     names = [name for block in blocks for name in (block, *(f"{block}.{norm}" for norm in norms))]
-    first = [] if config.model.tied_embeddings else ["tok_embeddings"]
+    first = [] if has_group_around_blocks(config) else ["tok_embeddings"]
     return [*first, *names, *(["norm"] if apart else []), "output"]
 
 
@@ -200,9 +200,9 @@ def each_with_next(names: Sequence[str], number: int) -> Iterator[tuple[str, Seq
 
 
 def forward_order(config: TrainerConfig) -> list[str]:
-    """Return the groups as forward enters them; with tied embeddings forward begins with the group of the output."""
+    """Return the groups as forward enters them: first that of the output if the embedding is in it."""
     names = group_names(config)
-    return names[-1:] + names[:-1] if config.model.tied_embeddings else names
+    return names[-1:] + names[:-1] if has_group_around_blocks(config) else names
 
 
 def backward_order(config: TrainerConfig) -> list[str]:

@@ -26,6 +26,7 @@ from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, dat
 from conformance.report.schema import line_schema, report_schema
 from conformance.report.torch_coverage import markdown_document
 from conformance.run.kinds import described, kinds
+from conformance.sizing.published import published_markdown, read_published
 from conformance.torch_coverage.keeping import read_kept
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
@@ -111,6 +112,7 @@ def generated() -> dict[Path, str]:
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
         docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
+        docs / "predict.md": published_markdown(read_published()),
         docs / "torch_coverage.md": markdown_document(read_kept()),
         **_fidelity(),
     }

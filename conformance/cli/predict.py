@@ -36,6 +36,12 @@ def add_parser(commands: Commands) -> None:
         help="schedule of a mesh with pp: 1f1b, gpipe, interleaved-1f1b, looped-bfs, interleaved-zero-bubble or "
         "zbv-zero-bubble",
     )
+    parser.add_argument(
+        "--groups",
+        default="blocks-and-ends",
+        help="FSDP groups: blocks-and-ends, or blocks, with embedding, norm and output in the root's group, as a tied "
+        "weight needs (default: %(default)s)",
+    )
     parser.add_argument("--offload", default="none", help="none or cpu")
     parser.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
     parser.add_argument(

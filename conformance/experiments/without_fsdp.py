@@ -20,7 +20,7 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.pipeline import Action
-from conformance.oracles.schedule import communicates
+from conformance.oracles.schedule import communicates, spans_model
 from conformance.oracles.torch_versions import gradients_stay, traits_of
 from conformance.run.experiment import Needs
 from reference_trainer.config import TrainerConfig
@@ -68,7 +68,7 @@ def segments_without_fsdp(
     Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
     traits = traits_of(str(torch.__version__))
-    marks = GroupMarks(group_modules(model))
+    marks = GroupMarks(group_modules(model, spans=spans_model(config)))
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):
         with ledger() as measured:
@@ -114,10 +114,15 @@ def _forward_backward(
     mark("end")
 
 
-def group_modules(model: Transformer | Stage) -> Groups:
-    """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`."""
-    groups: dict[str, list[nn.Module]] = {"tok_embeddings": [model.tok_embeddings]}
-    groups |= {f"layers.{index}": [block] for index, block in model.layers.items()}
+def group_modules(model: Transformer | Stage, *, spans: bool = False) -> Groups:
+    """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`.
+
+    `spans` says whether embedding, norm and output are one group.
+    """
+    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in model.layers.items()}
+    if spans:
+        return {"output": [model.tok_embeddings, model.norm, model.output], **blocks}
+    groups: dict[str, list[nn.Module]] = {"tok_embeddings": [model.tok_embeddings], **blocks}
     groups["output"] = [model.norm, model.output]
     return {name: modules for name, modules in groups.items() if not isinstance(modules[0], nn.Identity)}
 

@@ -34,6 +34,8 @@ from conformance.oracles.schedule import (
     Shapes,
     communicates,
     group_of,
+    groups,
+    left,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
@@ -49,6 +51,8 @@ class Root(msgspec.Struct):
 
     groups: list[str]
     """Groups in the order in which forward enters them; none for a stage of another rank."""
+    last: str = ""
+    """Group that forward leaves last: an outer group is left after its inner groups."""
     left: list[str] = []
     """Groups in the order in which forward has left them."""
     copied_out: str = ""
@@ -63,8 +67,10 @@ class Root(msgspec.Struct):
 
 def roots(config: TrainerConfig, held: Collection[str]) -> list[Root]:
     """Return the roots by the number of their stage, a single one without a pipeline; `held` are a rank's groups."""
+    order = left(groups(config))
     among = (pipeline.groups_of(stage, config) for stage in range(len(pipeline.owners(config))))
-    return [Root([name for name in names if name in held]) for names in among]
+    present = ([name for name in names if name in held] for names in among)
+    return [Root(names, max(names, key=order.index, default="")) for names in present]
 
 
 def optimizer_temporaries(options: OptimizerConfig, matrices: Sequence[int], vectors: Sequence[int]) -> Iterator[int]:
@@ -312,7 +318,7 @@ class Walk:
             self._reshard_to(ranks, group)
         if ranks != 1:
             self._free(f"U {group}")
-        if group == root.groups[-1]:  # the root's forward is over
+        if group == root.last:  # the root's forward is over
             self._free(root.copied_out)
 
     def _reshard_to(self, ranks: int, group: str) -> None:

@@ -63,17 +63,22 @@ class Group:
 def groups(config: TrainerConfig) -> tuple[Group, ...]:
     """Return the groups in forward order: the embedding, each block, norm and output together.
 
-    Masters of two dtypes (`bf16-mixed`) put each norm into a separate group. A tied weight makes a single group of
-    embedding and output, which runs from the first to the last module.
+    Masters of two dtypes (`bf16-mixed`) put each norm into a separate group. A tied weight, or `grouping` blocks, makes
+    a single group of embedding, norm and output, which runs from the first to the last module.
     """
     norms = ("attention_norm", "ffn_norm") if _norms_are_groups(config) else ()
     blocks = [f"layers.{i}" for i in range(config.model.n_layers)]
     middle = tuple(Group(block, tuple(Group(f"{block}.{norm}") for norm in norms)) for block in blocks)
     if norms:
         middle += (Group(_NORM),)
-    if config.model.tied_embeddings:
+    if spans_model(config):
         return (Group(_OUTPUT, middle),)
     return (Group(_EMBEDDING), *middle, Group(_OUTPUT))
+
+
+def spans_model(config: TrainerConfig) -> bool:
+    """Return whether one group has embedding and output, and runs from the first to the last module."""
+    return config.model.tied_embeddings or config.grouping == "blocks"
 
 
 def group_of(parameter: str, config: TrainerConfig) -> str:
@@ -82,7 +87,7 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     if module.startswith("layers."):
         is_group = _norms_are_groups(config) and module.endswith("_norm")
         return module if is_group else ".".join(module.split(".")[:2])
-    if (module == _EMBEDDING and not config.model.tied_embeddings) or (module == _NORM and _norms_are_groups(config)):
+    if (module == _EMBEDDING and not spans_model(config)) or (module == _NORM and _norms_are_groups(config)):
         return module
     return _OUTPUT
 
@@ -95,6 +100,11 @@ def entered(among: Iterable[Group]) -> list[str]:
 def entered_backward(among: Sequence[Group]) -> list[str]:
     """Return the names in the order in which backward enters the groups: an outer group before its inner groups."""
     return [name for group in reversed(among) for name in (group.name, *entered_backward(group.inner))]
+
+
+def left(among: Iterable[Group]) -> list[str]:
+    """Return the names in the order in which forward leaves the groups: an outer group after its inner groups."""
+    return [name for group in among for name in (*left(group.inner), group.name)]
 
 
 def prefetched_in_forward(group: str, config: TrainerConfig) -> list[str]:

@@ -13,7 +13,7 @@ from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import group_bytes
 from conformance.oracles.pipeline import Action
-from conformance.oracles.schedule import groups
+from conformance.oracles.schedule import entered, groups, spans_model
 from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.config import TrainerConfig
@@ -43,6 +43,8 @@ class _Costs:
     """Gradients that the first half of a backward keeps for the second."""
     gradients: dict[str, int]
     """Gradients of the group's parameters."""
+    gradient_of_embedding: int
+    """Gradient of the embedding's weight."""
     gradients_of_logits: int
     """Gradients of the logarithms and of the logits."""
     transferred: int
@@ -54,7 +56,7 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
     model = config.model
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
     logits = tokens * model.vocab_size * _FP32_BYTES
-    names = [group.name for group in groups(config)]
+    names = entered(groups(config))
     saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
     hidden = tokens * model.dim * compute // dims.tp
     # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
@@ -70,14 +72,21 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
     arrived |= {"tok_embeddings": 0, "output": hidden + logits * compute // _FP32_BYTES}
     freed = dict.fromkeys(names, 0) | {"output": saved["output"] - 2 * hidden}
     transferred = pipeline.activation_numel(config, dims) * compute
-    return _Costs(saved, working, recomputed, freed, arrived, _unpadded(config, dims), 2 * logits, transferred)
+    embedding = model.vocab_size * model.dim * compute // dims.tp
+    gradients = _unpadded(config, dims)
+    return _Costs(saved, working, recomputed, freed, arrived, gradients, embedding, 2 * logits, transferred)
 
 
 def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
     """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
-    walk, names = _Walk(_costs(config, dims), stay=False), [group.name for group in groups(config)]
-    walk.forward(names)
-    walk.backward(names)
+    walk, among = _Walk(_costs(config, dims), stay=False), groups(config)
+    if spans_model(config):
+        (outer,) = among
+        walk.spanned(outer.name, [group.name for group in outer.inner], tied=config.model.tied_embeddings)
+    else:
+        names = [group.name for group in among]
+        walk.forward(names)
+        walk.backward(names)
     return walk.segments * config.accumulation
 
 
@@ -133,6 +142,9 @@ class _Walk:
 
     def forward(self, names: Sequence[str]) -> None:
         self._add("forward")
+        self._forward(names)
+
+    def _forward(self, names: Sequence[str]) -> None:
         for name in names:
             saved = self._costs.saved[name]
             self._add(f"forward {name}", more=saved + self._costs.working[name], then=saved)
@@ -140,6 +152,10 @@ class _Walk:
 
     def backward(self, names: Sequence[str]) -> None:
         self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
+        self._backward(names)
+        self._add("end")
+
+    def _backward(self, names: Sequence[str]) -> None:
         for name in reversed(names):
             gradients = self._costs.gradients[name]
             more = self._costs.recomputed[name] + gradients + self._costs.working[name]
@@ -148,6 +164,26 @@ class _Walk:
             self._add(f"gradients {name}", then=0 if self._stay else -gradients)
             self._waiting |= {name} if self._stay else set()
             self._add(f"freed {name}")
+
+    def spanned(self, outer: str, inner: Sequence[str], *, tied: bool) -> None:
+        """Walk through a group of embedding, norm and output around the blocks.
+
+        The gradients of norm and output wait for the embedding's, which is added to the output's if they are tied.
+        """
+        costs = self._costs
+        self._add("forward")
+        self._add(f"forward {outer}")
+        self._forward(inner)
+        self._add("last layers", more=costs.saved[outer] + costs.working[outer], then=costs.saved[outer])
+        self._add(f"after-forward {outer}")
+        self._add("backward", more=costs.gradients_of_logits)
+        gradients, embedding = costs.gradients[outer], costs.gradient_of_embedding
+        first = gradients if tied else gradients - embedding
+        self._add(f"backward {outer}", more=first + costs.working[outer], then=first - costs.saved[outer])
+        self._backward(inner)
+        self._add("first layer", more=embedding, then=gradients - first)
+        self._add(f"gradients {outer}", then=-gradients)
+        self._add(f"freed {outer}")
         self._add("end")
 
     def backward_of_input(self, names: Sequence[str], *, keeps: bool) -> None:

@@ -49,6 +49,7 @@ _CHOICES = {
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
     "activation_checkpointing": CHECKPOINTING,
+    "groups": ("blocks-and-ends", "blocks"),
 }
 _LARGEST = 2**40
 """Largest number of samples, micro-batches or tokens: their products fit into 64 bits."""
@@ -75,6 +76,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule of a mesh with pp, one of `PIPELINES`."""
     offload: str = "none"
     activation_checkpointing: str = "none"
+    groups: str = "blocks-and-ends"
+    """Grouping of embedding, norm and output, see `TrainerConfig.grouping`."""
     overrides: Sequence[str] = ()
     """`field=value` laid over the model's file, such as `n_layers=48`."""
 
@@ -277,6 +280,7 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         "offload": request.offload,
         "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
         "activation_checkpointing": request.activation_checkpointing,
+        "grouping": request.groups,
         "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
     }
     try:
@@ -295,11 +299,6 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
 
 
 def _require_modelled(model: ModelConfig) -> None:
-    require(
-        not model.tied_embeddings,
-        "tied embeddings are not predicted, since the memory model knows no group that spans the model; "
-        "--set tied_embeddings=false counts the weight of the output twice",
-    )
     require(
         model.dropout == 0 and model.arithmetic == "float",
         f"dropout {model.dropout} with arithmetic {model.arithmetic}: the estimate of activations is that of dropout 0 "

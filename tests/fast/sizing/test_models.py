@@ -65,8 +65,8 @@ def test_a_config_of_hugging_face(hf_config: Callable[..., str]) -> None:
     assert read_model(hf_config(), ["n_layers=3"]).n_layers == 3
     without_groups = read_model(hf_config(num_key_value_heads=None, attention_bias=True, mlp_bias=True), [])
     assert (without_groups.n_kv_heads, without_groups.bias) == (32, True)
-    with pytest.raises(ValueError, match="tied embeddings are not predicted"):
-        prediction(Request(model=hf_config(tie_word_embeddings=True), mesh="dp8"))
+    tied = prediction(Request(model=hf_config(tie_word_embeddings=True), mesh="dp8"))
+    assert tied.parameters == prediction(Request(model="llama3-8b", mesh="dp8")).parameters - 128_256 * 4096
 
 
 def numel(model: torch.nn.Module) -> int:

@@ -29,7 +29,7 @@ def judge(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None:
-    """The two commands of docs/judge_your_trainer.md, on two cells, and `verify`; nightly tests of kinds have all cells."""
+    """The two commands of docs/judge_your_trainer.md, on two cells, and `verify`; nightly tests have all cells."""
     assert "written: my_subject.py" in judge(tmp_path, "--init").stdout
     refused = judge(tmp_path, "--init")
     assert (refused.returncode, refused.stderr.strip()) == (
