@@ -27,8 +27,8 @@ class Published(Config, frozen=True, kw_only=True):
     run: str
     source: str
     published_gib: float
-    figure: Literal["active", "reserved"]
-    """Figure of PyTorch's caching allocator that was published."""
+    counted: Literal["active", "reserved"]
+    """Memory of PyTorch's caching allocator that was published."""
     request: Request
     differs: str
     """Differences between the run and the request, or the reason of the difference."""
@@ -49,7 +49,7 @@ def published_markdown(runs: Sequence[Published]) -> str:
     headers = [
         "run",
         "published (GiB)",
-        "figure",
+        "counted",
         "predicted (GiB)",
         "difference (GiB)",
         "difference",
@@ -66,7 +66,7 @@ def _row(run: Published) -> list[str]:
     return [
         f"[{run.run}]({run.source})",
         f"{run.published_gib:.2f}",
-        run.figure,
+        run.counted,
         f"{predicted:.2f}",
         f"{difference:+.2f}",
         f"{difference / run.published_gib:+.1%}",
