@@ -11,11 +11,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from conformance.sweeps import options as options_module
+from conformance.sweeps.option_rows import Options
 from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
     OPTIONS,
-    Options,
     OptionSweep,
     SmallNet,
     inputs_of,

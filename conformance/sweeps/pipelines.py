@@ -1,0 +1,347 @@
+"""Schedules of torch.distributed.pipelining with any two of their options, over several calls.
+
+Each row of a covering array makes stages and a schedule, and calls it as training and evaluation do. After each call
+outputs, losses, parameters, gradients, buffers and numbers of calls are compared with one process, in every bit.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
+
+from conformance.covering_arrays.combinations import Rule
+from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments.sharding import local
+from conformance.run.experiment import Needs
+from conformance.sweeps.layouts import placed_shard
+from conformance.sweeps.option_rows import Options, RowSweep
+from conformance.sweeps.pipeline_stages import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    Batch,
+    Layout,
+    PlainPipeline,
+    Seen,
+    Stage,
+    change,
+    loss_of,
+    seen_of,
+)
+from conformance.sweeps.trials import Swept, Trials
+
+SCHEDULES = {
+    name.removeprefix("Schedule"): value
+    for name, value in sorted(vars(pipelining).items())
+    if name.startswith("Schedule") and inspect.isclass(value)
+}
+"""Schedules that the installed torch has."""
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules that place stages there and back again: their signatures do not say so."""
+
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "schedule": ("GPipe", *(name for name in SCHEDULES if name != "GPipe")),
+    "stages_per_rank": ("usual", 1, 3),
+    "micro_batches": ("as stages", "one", "many", "uneven"),
+    "calls": (
+        "step",
+        "step+step",
+        "step+clear+step",
+        "step+update+step",
+        "eval+step",
+        "step+eval+step",
+        "step+eval+update+eval+step",
+        "step+freeze first+update+step",
+        "step+thaw first+update+step",
+        "+".join(["step+update"] * 12),
+    ),
+    "loss_fn": ("sum", "mean", "keyword", "none"),
+    "scale_grads": (True, False),
+    "losses": (True, False),
+    "return_outputs": (True, False),
+    "metadata": ("inferred", "given", "given without requires_grad", "given on the first rank"),
+    "chunk_specs": ("default", "given", "along dim 1"),
+    "kwargs": ("none", "tensor", "number", "nested"),
+    "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "bf16", "transposed"),
+    "outputs": ("tensor", "tuple", "view", "dict"),
+    "frozen": ("none", "first", "second", "last", "all but last"),
+    "input_requires_grad": (False, True),
+    "stage": ("plain", "checkpointed", "shared weight", "buffer", "hooks", "parameter hooks", "dw_builder"),
+    "data_parallel": ("none", "fsdp", "resharding fsdp", "ddp"),
+    "defer_pp_recv": (False, True),
+    "backward_requires_autograd": (True, False),
+}
+"""Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
+
+
+def is_single(schedule: str) -> bool:
+    """Return whether a schedule has one stage on each rank."""
+    return "stage" in _parameters(schedule)
+
+
+def _parameters(schedule: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(SCHEDULES[schedule]).parameters
+
+
+def _lacks(row: Options) -> bool:
+    """Return whether the signature of the schedule lacks an option, or its placement other numbers of stages."""
+    names = {
+        "chunk_specs": "args_chunk_spec",
+        "defer_pp_recv": "defer_pp_recv",
+        "backward_requires_autograd": "backward_requires_autograd",
+    }
+    parameters = _parameters(row["schedule"])
+    lacks = any(row[option] != OPTIONS[option][0] and name not in parameters for option, name in names.items())
+    fixed = is_single(row["schedule"]) or row["schedule"] in _V_SHAPED
+    return lacks or (fixed and row["stages_per_rank"] != "usual")
+
+
+RULES = (
+    Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
+    # A frozen pipeline without gradients has nothing that a loss could train; nested inputs need no specs of their own.
+    Rule(("kwargs", "chunk_specs"), lambda row: row["kwargs"] == "nested" and row["chunk_specs"] != "default"),
+    Rule(
+        ("passed", "chunk_specs"),
+        lambda row: row["passed"] == "without gradient" and row["chunk_specs"] == "along dim 1",
+    ),
+    # Rounded gradients.
+    Rule(("passed", "loss_fn"), lambda row: row["passed"] == "bf16" and row["loss_fn"] in ("sum", "keyword")),
+)
+
+
+def layout_of(options: Options, ranks: int) -> Layout:
+    """Return the numbers of a pipeline over so many ranks."""
+    usual = 1 if is_single(options["schedule"]) else 2
+    stages = ranks * (usual if options["stages_per_rank"] == "usual" else options["stages_per_rank"])
+    number = {"as stages": stages, "one": 1, "many": 3 * stages, "uneven": stages + 1}
+    return Layout(ranks, stages, number[options["micro_batches"]])
+
+
+def stages_on(rank: int, options: Options, layout: Layout) -> list[int]:
+    """Return the stages of a rank in their order."""
+    if options["schedule"] in _V_SHAPED:
+        return [rank, layout.stages - 1 - rank]
+    return list(range(rank, layout.stages, layout.ranks))
+
+
+class Pipeline:
+    """Stages of a rank, their schedule, and the calls of a row."""
+
+    def __init__(self, options: Options, mesh: DeviceMesh) -> None:
+        self._options, self._rank = options, mesh.get_local_rank(0)
+        self._replica = mesh.get_local_rank(1) if mesh.ndim > 1 else 0
+        self.layout = layout_of(options, mesh.size(0))
+        owned = stages_on(self._rank, options, self.layout)
+        self.modules = {index: self._module(index, mesh) for index in owned}
+        stages = [self._stage(index, mesh) for index in owned]
+        self.has_first, self.has_last = 0 in owned, self.layout.stages - 1 in owned
+        self.gives_losses = options["losses"] and options["loss_fn"] != "none"
+        self._schedule = self._made(stages)
+
+    def call(self, name: str, number: int) -> Seen:
+        """Perform a call; returns the state after it."""
+        returned, losses, batch = None, list[Tensor](), None
+        if name in ("step", "eval"):
+            batch = Batch.of(number, self._replica, self.layout, self._options)
+            returned = self._computed(name, batch, losses)
+        else:
+            change(list(self.modules.values()), name)
+        gradient = batch.x.grad if batch is not None and self.has_first else None
+        return seen_of(self.modules, returned, losses, gradient)
+
+    def _computed(self, name: str, batch: Batch, losses: list[Tensor]) -> Any:
+        options = self._options
+        arguments: dict[str, Any] = {**batch.kwargs}
+        if options["loss_fn"] != "none":
+            if self.has_last:
+                arguments["target"] = batch.target
+            if options["losses"]:
+                arguments["losses"] = losses
+            if options["loss_fn"] == "keyword" and name == "step":
+                arguments["loss_kwargs"] = {"factor": 2.0}
+        if not options["return_outputs"]:
+            arguments["return_outputs"] = False
+        inputs = (batch.x,) if self.has_first else ()
+        with torch.no_grad() if name == "eval" else nullcontext():
+            return getattr(self._schedule, name)(*inputs, **arguments)
+
+    def _module(self, index: int, mesh: DeviceMesh) -> nn.Module:
+        stage = Stage(index, self.layout, self._options)
+        if self._options["stage"] == "parameter hooks":
+            for parameter in stage.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _: stage.calls.update(["gradients of parameters"])
+                    )
+        match self._options["data_parallel"]:
+            case "none":
+                return stage
+            case "ddp":
+                is_frozen = not any(parameter.requires_grad for parameter in stage.parameters())
+                return stage if is_frozen else DistributedDataParallel(stage, process_group=mesh.get_group(1))
+        resharded = self._options["data_parallel"] != "fsdp"
+        return cast("nn.Module", fully_shard(stage, mesh=mesh[_dim(mesh)], reshard_after_forward=resharded))
+
+    def _stage(self, index: int, mesh: DeviceMesh) -> PipelineStage:
+        arguments: dict[str, Any] = {}
+        if self._options["metadata"].startswith("given") and (
+            self._options["metadata"] != "given on the first rank" or self._rank == 0
+        ):
+            arguments = {"input_args": self._examples(index), "output_args": self._examples(index + 1)}
+        if self._options["stage"] == "dw_builder":
+            arguments["dw_builder"] = lambda: lambda: None
+        return PipelineStage(
+            self.modules[index], index, self.layout.stages, torch.device("cpu"), group=mesh.get_group(0), **arguments
+        )
+
+    def _examples(self, index: int) -> tuple[Tensor, ...]:
+        """Return empty tensors like the inputs of a stage, or like the outputs of the last."""
+        along = self._options["chunk_specs"] == "along dim 1"
+        x = torch.zeros((LENGTH, ROWS, WIDTH) if along else (ROWS, LENGTH, WIDTH))
+        x.requires_grad_(self._options["input_requires_grad"])
+        out: Any = x
+        kwargs = next(Batch.of(0, 0, self.layout, self._options).micro_batches(self.layout, self._options))[1]
+        for each in range(index):
+            stage = Stage(each, self.layout, self._options)
+            out = stage(*(out if isinstance(out, tuple | list) else (out,)), **kwargs)
+        tensors = tuple(out.values()) if isinstance(out, dict) else out if isinstance(out, tuple | list) else (out,)
+        with_grad = self._options["metadata"] != "given without requires_grad"
+        trains = self._options["loss_fn"] != "none"
+        return tuple(
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype).requires_grad_(
+                each.requires_grad and with_grad and trains
+            )
+            for each in tensors
+        )
+
+    def _made(self, stages: list[PipelineStage]) -> Any:
+        options, schedule = self._options, SCHEDULES[self._options["schedule"]]
+        arguments: dict[str, Any] = {"scale_grads": options["scale_grads"]}
+        if options["loss_fn"] != "none":
+            arguments["loss_fn"] = lambda out, target, **given: loss_of(out, target, options, self.layout, **given)
+        if options["chunk_specs"] != "default":
+            dim = int(options["chunk_specs"] == "along dim 1")
+            arguments["args_chunk_spec"] = TensorChunkSpec.from_tuple((dim,)) if self.has_first else None
+            if options["kwargs"] == "tensor":
+                arguments["kwargs_chunk_spec"] = TensorChunkSpec.from_dict({"offset": dim})
+            at = TensorChunkSpec(dim)
+            arguments["output_merge_spec"] = {"tuple": (at, at), "dict": {"out": at}}.get(options["outputs"], at)
+        for option in ("defer_pp_recv", "backward_requires_autograd"):
+            if options[option] != OPTIONS[option][0]:
+                arguments[option] = options[option]
+        owned: Any = stages[0] if is_single(options["schedule"]) else stages
+        return schedule(owned, self.layout.micro_batches, **arguments)
+
+
+def _dim(mesh: DeviceMesh) -> str:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names[1]
+
+
+def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
+    """Perform the calls of a row; returns the faults after the first call that has any, with texts."""
+    replicas, replica = (mesh.size(1), mesh.get_local_rank(1)) if mesh.ndim > 1 else (1, 0)
+    is_parallel = options["data_parallel"] != "none"
+    pipeline = Pipeline(options, mesh)
+    plain = PlainPipeline(pipeline.layout, replicas if is_parallel else 1, replica if is_parallel else 0, options)
+    for number, call in enumerate(options["calls"].split("+")):
+        seen, wanted = pipeline.call(call, number), plain.call(call, number)
+        if faults := dict(_faults(pipeline, seen, wanted)):
+            return {fault: f"after call {number + 1}, {call}: {text}" for fault, text in faults.items()}
+    return {}
+
+
+def _faults(pipeline: Pipeline, seen: Seen, wanted: Seen) -> Iterator[tuple[str, str]]:
+    """Yield what differs on this rank's stages, each with a text."""
+    owned = {str(index) for index in pipeline.modules}
+    yield from _returned_faults(seen.returned, wanted.returned if pipeline.has_last else None)
+    expects_losses = pipeline.has_last and pipeline.gives_losses
+    yield from _tensors_faults("losses", dict(enumerate(seen.losses)), dict(enumerate(wanted.losses)), expects_losses)
+    if pipeline.has_first:
+        yield from _tensor_faults("input gradient", "x.grad", seen.input_gradient, wanted.input_gradient)
+    for fault, measured, expected in (
+        ("parameter", seen.parameters, wanted.parameters),
+        ("gradient", seen.gradients, wanted.gradients),
+        ("buffer", seen.buffers, wanted.buffers),
+    ):
+        for name, value in measured.items():
+            yield from _tensor_faults(fault, name, value, cast("Mapping[str, Tensor | None]", expected)[name])
+    calls = {name: count for name, count in wanted.calls.items() if name.split(",")[0] in owned}
+    if seen.calls != calls:
+        yield "hooks", f"called {seen.calls}, expected {calls}"
+
+
+def _returned_faults(measured: Any, wanted: Any) -> Iterator[tuple[str, str]]:
+    if measured is None or wanted is None:
+        if measured is not wanted:
+            yield "output", f"{'nothing' if measured is None else 'something'} is returned"
+        return
+    flat, expected = (tree_flatten(each) for each in (measured, wanted))
+    if flat[1] != expected[1]:
+        yield "output", f"{flat[1]}, expected {expected[1]}"
+        return
+    for index, (each, other) in enumerate(zip(flat[0], expected[0], strict=True)):
+        yield from _tensor_faults("output", f"output {index}", each, other)
+
+
+def _tensors_faults(
+    fault: str, measured: Mapping[int, Tensor], wanted: Mapping[int, Tensor], is_expected: bool
+) -> Iterator[tuple[str, str]]:
+    if not is_expected:
+        wanted = {}
+    if len(measured) != len(wanted):
+        yield fault, f"{len(measured)}, expected {len(wanted)}"
+        return
+    for index, value in measured.items():
+        yield from _tensor_faults(fault, f"micro-batch {index}", value, wanted[index])
+
+
+def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tensor | None) -> Iterator[tuple[str, str]]:
+    if measured is None or wanted is None:
+        if measured is not wanted:
+            yield fault, f"{name}: there is {'none' if measured is None else 'one'}"
+        return
+    if isinstance(measured, DTensor):
+        wanted = placed_shard(wanted, measured.device_mesh, measured.placements)
+    shard = local(measured)
+    if shard.dtype != wanted.dtype or shard.shape != wanted.shape or not torch.equal(shard, wanted):
+        yield fault, f"{name} {shard.flatten()[:6].tolist()}, expected {wanted.flatten()[:6].tolist()}"
+
+
+SUSPECTS: tuple[Options, ...] = ()
+"""Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
+
+
+@experiment(needs=Needs.TRAINING)
+def sweep(rank: RankWorld) -> Swept:
+    """Call every schedule with any two values of its options, except refused ones."""
+    trials = Trials(_mesh_of(rank))
+    options = OPTIONS if trials.mesh.ndim > 1 else {**OPTIONS, "data_parallel": ("none",)}
+    return RowSweep(
+        options,
+        lambda row: trials.ended(partial(differences, row)),
+        rank=rank.rank,
+        named=rank.subjects,
+        suspects=SUSPECTS,
+        strength=2,
+        rules=RULES,
+    ).swept()
+
+
+def _mesh_of(rank: RankWorld) -> DeviceMesh:
+    """Return the mesh of a pipeline, and of its data-parallel replicas if it has any."""
+    pp = rank.dims.pp
+    shape = (pp,) if pp == rank.size else (pp, rank.size // pp)
+    return init_device_mesh(rank.device.type, shape)
