@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.covering_arrays.covering import covering_rows
-from conformance.sweeps.trials import End, Ended, Swept, Wrong
+from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Wrong
 
 Options = Mapping[str, Any]
 """Values of options by name."""
@@ -30,6 +30,8 @@ class RowSweep:
         suspects: Values of some options that fail in some version, tried first, since narrowing a row down takes long.
         strength: Number of options of which any values are tried together.
         rules: Values that no row may have together.
+        refusals: Values that may be refused together; any if None. Another refusal is a fault: documented options that
+            raise on all ranks would otherwise pass.
     """
 
     def __init__(
@@ -42,11 +44,12 @@ class RowSweep:
         suspects: Iterable[Options],
         strength: int,
         rules: Iterable[Rule] = (),
+        refusals: Sequence[Options] | None = None,
     ) -> None:
         self._options, self._ends, self._rank = options, ended, rank
         self._defaults = {option: values[0] for option, values in options.items()}
         self._named, self._suspects = self._read(named), suspects
-        self._strength, self._rules = strength, list(rules)
+        self._strength, self._rules, self._refusals = strength, list(rules), refusals
         self._right: list[Options] = []
         self._excluded: list[Options] = []
         self._swept = Swept()
@@ -99,18 +102,25 @@ class RowSweep:
 
     def _judge(self, subset: Options, ended: Ended) -> None:
         """Record the outcome of a row, or of a subset of one."""
-        self._swept.count(ended.outcome)
+        row = {**self._defaults, **subset}
         if ended.end is End.RIGHT:
-            self._right.append({**self._defaults, **subset})
+            self._swept.count(ended.outcome)
+            self._right.append(row)
             return
         self._excluded.append(subset)
         spelled = (_spelled(option, subset[option]) for option in self._options if option in subset)
-        subject = ", ".join(spelled) or "no option"
-        if ended.end is End.ERROR:
+        subject, faults = ", ".join(spelled) or "no option", dict(ended.faults)
+        if ended.end is End.ERROR and self._may_refuse(row):
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
-        for fault, text in ended.faults.items():
+        elif ended.end is End.ERROR:
+            faults = {REFUSAL: f"{ended.error!r:.200}"}
+        self._swept.count("wrong" if faults else ended.outcome)
+        for fault, text in faults.items():
             self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind="options", cases=1, example=text))
+
+    def _may_refuse(self, row: Options) -> bool:
+        return self._refusals is None or any(_has(row, refusal) for refusal in self._refusals)
 
     def _narrowed(self, row: Options, end: End | None) -> Options:
         """Return a smallest subset of a row that ends as the row does if all other options have their defaults.

@@ -5,9 +5,9 @@ and multiples of the number of micro-batches, so that every sum and quotient has
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ ROWS = 2
 """Rows of a micro-batch."""
 _LIMIT = 8
 """Largest activation."""
-FREEZES = {
+FREEZES: Mapping[str, Callable[[int, int], bool]] = {
     "none": lambda _index, _stages: False,
     "first": lambda index, _stages: index == 0,
     "second": lambda index, _stages: index == 1,
@@ -66,12 +66,23 @@ class Stage(nn.Module):
         if self.options["stage"] == "buffer":
             self.counted += 1
         if self.options["stage"] == "hooks" and x.requires_grad:
-            x.register_hook(lambda _: self.calls.update(["gradients of inputs"]))
+            self._register(x)
         if self.options["stage"] == "checkpointed":
-            out = checkpoint(self._computed, x, passed, given, use_reentrant=False)
+            out: Tensor = checkpoint(self._computed, x, passed, given, use_reentrant=False)
         else:
             out = self._computed(x, passed, given)
         return self._outputs(out, x, passed) if self.is_last else self._passed(out, x, passed)
+
+    def _register(self, x: Tensor) -> None:
+        """Register a hook on the gradient of an input, which tells if it is called again."""
+        called: list[Tensor] = []
+
+        def hook(grad: Tensor) -> None:
+            if called:
+                self.calls["hook called again"] += 1
+            called.append(grad.detach())
+
+        x.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _computed(self, x: Tensor, passed: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
         out: Tensor = x.to(self.weight.dtype) @ self.weight.T + self.bias
@@ -118,7 +129,7 @@ def loss_of(out: Any, target: Tensor, options: Options, layout: Layout, factor: 
     out = out["out"] if isinstance(out, dict) else out
     out = out[0] + out[1] if isinstance(out, tuple | list) else out
     target = target.transpose(0, 1) if options["chunk_specs"] == "along dim 1" else target
-    squares = layout.micro_batches * factor * (out - target) ** 2
+    squares: Tensor = layout.micro_batches * factor * (out - target) ** 2
     return squares.sum() if options["loss_fn"] == "sum" else squares.mean()
 
 
@@ -138,13 +149,13 @@ class Batch:
         target = integers(rows, LENGTH, WIDTH, seed=seed + 2)
         if options["chunk_specs"] == "along dim 1":
             x, offset = x.transpose(0, 1).contiguous(), offset.transpose(0, 1).contiguous()
-        kwargs = {
+        choices: dict[str, dict[str, Any]] = {
             "none": {},
             "tensor": {"offset": offset},
             "number": {"offset": 1.0},
             "nested": {"nested": {"offset": offset}},
-        }[options["kwargs"]]
-        return cls(x.requires_grad_(options["input_requires_grad"]), kwargs, target)
+        }
+        return cls(x.requires_grad_(options["input_requires_grad"]), choices[options["kwargs"]], target)
 
     def micro_batches(self, layout: Layout, options: Options) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
         """Yield inputs, keyword arguments and target of each micro-batch."""
@@ -283,7 +294,7 @@ def seen_of(
 ) -> Seen:
     """Return the state of stages by index."""
     named = {f"{index}.{name}": p for index, stage in stages.items() for name, p in _own_parameters(stage)}
-    bare = {index: getattr(stage, "module", stage) for index, stage in stages.items()}
+    bare = {index: cast("Stage", getattr(stage, "module", stage)) for index, stage in stages.items()}
     return Seen(
         returned,
         losses,

@@ -5,7 +5,7 @@ outputs, losses, parameters, gradients, buffers and numbers of calls are compare
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -40,9 +40,9 @@ from conformance.sweeps.pipeline_stages import (
     loss_of,
     seen_of,
 )
-from conformance.sweeps.trials import Swept, Trials
+from conformance.sweeps.trials import End, Ended, Swept, Trials
 
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[..., Any]] = {
     name.removeprefix("Schedule"): value
     for name, value in sorted(vars(pipelining).items())
     if name.startswith("Schedule") and inspect.isclass(value)
@@ -110,7 +110,13 @@ def _lacks(row: Options) -> bool:
 
 RULES = (
     Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
-    # A frozen pipeline without gradients has nothing that a loss could train; nested inputs need no specs of their own.
+    # FSDP and DDP have hooks of their own, and DDP knows the parameters that it reduces when it is made.
+    Rule(
+        ("stage", "data_parallel"),
+        lambda row: row["stage"] == "parameter hooks" and row["data_parallel"] != "none",
+    ),
+    Rule(("calls", "data_parallel"), lambda row: "first" in row["calls"] and row["data_parallel"] == "ddp"),
+    # Specs of nested inputs have their structure; integers have no second dimension.
     Rule(("kwargs", "chunk_specs"), lambda row: row["kwargs"] == "nested" and row["chunk_specs"] != "default"),
     Rule(
         ("passed", "chunk_specs"),
@@ -236,7 +242,7 @@ class Pipeline:
             arguments["args_chunk_spec"] = TensorChunkSpec.from_tuple((dim,)) if self.has_first else None
             if options["kwargs"] == "tensor":
                 arguments["kwargs_chunk_spec"] = TensorChunkSpec.from_dict({"offset": dim})
-            at = TensorChunkSpec(dim)
+            at = TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
             arguments["output_merge_spec"] = {"tuple": (at, at), "dict": {"out": at}}.get(options["outputs"], at)
         for option in ("defer_pp_recv", "backward_requires_autograd"):
             if options[option] != OPTIONS[option][0]:
@@ -251,16 +257,18 @@ def _dim(mesh: DeviceMesh) -> str:
 
 
 def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
-    """Perform the calls of a row; returns the faults after the first call that has any, with texts."""
+    """Perform the calls of a row; returns the faults after this rank's first call that has any, with texts."""
     replicas, replica = (mesh.size(1), mesh.get_local_rank(1)) if mesh.ndim > 1 else (1, 0)
     is_parallel = options["data_parallel"] != "none"
     pipeline = Pipeline(options, mesh)
     plain = PlainPipeline(pipeline.layout, replicas if is_parallel else 1, replica if is_parallel else 0, options)
+    found: dict[str, str] = {}
     for number, call in enumerate(options["calls"].split("+")):
         seen, wanted = pipeline.call(call, number), plain.call(call, number)
-        if faults := dict(_faults(pipeline, seen, wanted)):
-            return {fault: f"after call {number + 1}, {call}: {text}" for fault, text in faults.items()}
-    return {}
+        if not found:  # all ranks go on, since others may be right
+            faults = _faults(pipeline, seen, wanted)
+            found = {fault: f"after call {number + 1}, {call}: {text}" for fault, text in faults}
+    return found
 
 
 def _faults(pipeline: Pipeline, seen: Seen, wanted: Seen) -> Iterator[tuple[str, str]]:
@@ -320,23 +328,81 @@ def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tenso
         yield fault, f"{name} {shard.flatten()[:6].tolist()}, expected {wanted.flatten()[:6].tolist()}"
 
 
-SUSPECTS: tuple[Options, ...] = ()
+_HALVING = ("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that halve backwards."""
+_WITH_EVALUATION = tuple(calls for calls in OPTIONS["calls"] if "eval" in calls)
+_EVALUATED_LATER = tuple(calls for calls in _WITH_EVALUATION if calls.startswith("step"))
+_SEVERAL_STEPS = tuple(calls for calls in OPTIONS["calls"] if calls.count("step") > 1 and "eval" not in calls)
+SUSPECTS: tuple[Options, ...] = (
+    # findings/pipeline_steps_add_up_wrongly.py
+    {"calls": "step+step", "scale_grads": True},
+    # findings/pipeline_evaluation_scales_gradients.py
+    *({"calls": calls, "scale_grads": True} for calls in _EVALUATED_LATER),
+    # findings/pipeline_evaluation_clears_gradients.py
+    *(
+        {"calls": calls, "scale_grads": False, "data_parallel": parallel}
+        for calls in _EVALUATED_LATER
+        for parallel in ("fsdp", "resharding fsdp")
+    ),
+    # findings/pipeline_v_schedules_cannot_evaluate.py
+    *({"schedule": name, "calls": calls} for name in _V_SHAPED for calls in _WITH_EVALUATION),
+    # findings/pipeline_changes_buffers_first.py
+    *({"stage": "buffer", "metadata": metadata} for metadata in ("inferred", "given on the first rank")),
+    # findings/pipeline_hooks_add_up.py
+    *({"stage": "hooks", "calls": calls} for calls in _SEVERAL_STEPS),
+    # findings/zero_bubble_behind_frozen_stages.py
+    *({"schedule": name, "frozen": frozen} for name in _HALVING for frozen in ("first", "all but last")),
+    # findings/zero_bubble_calls_no_hooks.py
+    *({"schedule": name, "stage": "parameter hooks"} for name in _HALVING),
+    *({"schedule": name, "data_parallel": "ddp"} for name in _HALVING),
+    # findings/zero_bubble_loses_gradients.py
+    *({"schedule": name, "data_parallel": "resharding fsdp"} for name in _HALVING),
+    # findings/pipeline_examples_must_require_grad.py
+    {"metadata": "given without requires_grad"},
+    # findings/pipeline_takes_no_dict.py
+    {"outputs": "dict"},
+    {"passed": "transposed"},
+)
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
+REFUSALS: tuple[Options, ...] = (
+    # Documented: as many micro-batches as stages, or a multiple of the rounds.
+    {"schedule": "1F1B", "micro_batches": "one"},
+    {"schedule": "DualPipeV", "micro_batches": "one"},
+    {"schedule": "Interleaved1F1B", "micro_batches": "uneven"},
+    {"schedule": "InterleavedZeroBubble", "micro_batches": "uneven"},
+    # Process groups send contiguous tensors alone.
+    {"passed": "transposed"},
+)
+"""Options that torch refuses together, and says so; any other refusal is a fault."""
 
 
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
     """Call every schedule with any two values of its options, except refused ones."""
-    trials = Trials(_mesh_of(rank))
-    options = OPTIONS if trials.mesh.ndim > 1 else {**OPTIONS, "data_parallel": ("none",)}
+    return sweep_on(_mesh_of(rank), rank.rank, rank.subjects)
+
+
+def sweep_on(mesh: DeviceMesh, rank: int, subjects: Collection[str]) -> Swept:
+    """Return the outcome of all rows, or of those that subjects name, on a mesh of pipeline and replicas."""
+    trials = Trials(mesh)
+    options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "data_parallel": ("none",)}
+
+    def ended(row: Options) -> Ended:
+        found = trials.ended(partial(differences, row))
+        if found.end is End.ERROR:
+            trials.renew()
+        return found
+
+    suspects = [suspect for suspect in SUSPECTS if suspect.get("data_parallel", "none") in options["data_parallel"]]
     return RowSweep(
         options,
-        lambda row: trials.ended(partial(differences, row)),
-        rank=rank.rank,
-        named=rank.subjects,
-        suspects=SUSPECTS,
+        ended,
+        rank=rank,
+        named=subjects,
+        suspects=suspects,
         strength=2,
         rules=RULES,
+        refusals=REFUSALS,
     ).swept()
 
 
