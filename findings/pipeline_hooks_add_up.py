@@ -25,7 +25,10 @@ rank, calls = dist.get_rank(), []
 
 
 class Hooked(nn.Linear):
+    """Layer that counts the gradients of its inputs."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Register a hook on the input, and compute."""
         if x.requires_grad:
             x.register_hook(lambda _: calls.append(1))
         return super().forward(x)

@@ -26,13 +26,19 @@ rank = dist.get_rank()
 
 
 class Head(nn.Linear):
+    """Layer that returns a dict."""
+
     def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Compute logits."""
         return {"logits": super().forward(x)}
 
 
 stage = PipelineStage((nn.Linear, Head)[rank](4, 4), rank, 2, torch.device("cpu"))
 schedule = ScheduleGPipe(
-    stage, 2, loss_fn=lambda out, target: (out["logits"] - target).sum(), output_merge_spec={"logits": TensorChunkSpec(0)}
+    stage,
+    2,
+    loss_fn=lambda out, target: (out["logits"] - target).sum(),
+    output_merge_spec={"logits": TensorChunkSpec(0)},
 )
 x = torch.ones(4, 4)
 try:

@@ -211,13 +211,14 @@ class LifeSweep:
         ended = self._ended(calls)
         if ended is None:
             raise RuntimeError(f"plain torch cannot perform {text_of(calls)}")
-        self._swept.count(ended.outcome)
         if ended.end is End.RIGHT:
+            self._swept.count(ended.outcome)
             self._swept.computed[_SUBJECT] += 1
             return
         known = changes_unsharded(calls)
         calls = smallest(calls, lambda fewer: known == changes_unsharded(fewer) and self._ends(fewer, ended.end))
         plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
+        self._swept.count(ended.outcome if may_be_refused(plain) else "wrong")
         is_known = plain in self._excluded
         self._excluded += [calls, plain]
         if not is_known:
@@ -225,7 +226,7 @@ class LifeSweep:
 
     def _report(self, calls: Calls, ended: Ended) -> None:
         subject, faults = text_of(calls), dict(ended.faults)
-        if ended.end is End.ERROR and any(contains(calls, calls_of(text)) for text in REFUSED):
+        if ended.end is End.ERROR and may_be_refused(calls):
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
         elif ended.end is End.ERROR:
@@ -247,6 +248,15 @@ class LifeSweep:
 
 
 _SUBJECT = "sequences"
+
+
+def may_be_refused(calls: Calls) -> bool:
+    """Return whether a sequence has one that torch refuses, with any dtype and way of training."""
+    return any(contains(_in_any_way(calls), _in_any_way(calls_of(text))) for text in REFUSED)
+
+
+def _in_any_way(calls: Calls) -> Calls:
+    return tuple(Call(call.name) if call.name in ("cast", "train", "to_empty") else call for call in calls)
 
 
 def read(text: str) -> Calls | None:

@@ -131,16 +131,22 @@ class RowSweep:
         subset = {option: value for option, value in row.items() if value != self._defaults[option]}
         for option in list(subset):
             fewer = {other: value for other, value in subset.items() if other != option}
-            if self._ended(fewer).end is end:
+            if self._is_allowed(fewer) and self._ended(fewer).end is end:
                 subset = fewer
         if end is None:
             return subset
         needed = {
             option: row[option]
             for option, (_, *others) in self._options.items()
-            if option not in subset and any(self._ended({**subset, option: value}).end is End.RIGHT for value in others)
+            if option not in subset and any(self._is_right({**subset, option: value}) for value in others)
         }
         return {**subset, **needed}
+
+    def _is_right(self, subset: Options) -> bool:
+        return self._is_allowed(subset) and self._ended(subset).end is End.RIGHT
+
+    def _is_allowed(self, subset: Options) -> bool:
+        return not any(rule.forbids({**self._defaults, **subset}) for rule in self._rules)
 
     def _ended(self, subset: Options) -> Ended:
         return self._ends({**self._defaults, **subset})

@@ -5,7 +5,7 @@ and multiples of the number of micro-batches, so that every sum and quotient has
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -184,10 +184,16 @@ class Seen:
 
 
 class PlainPipeline:
-    """All stages of all data-parallel replicas in one process, with their calls."""
+    """All stages of the data-parallel replicas whose gradients are averaged, in one process, with their calls."""
 
     def __init__(
-        self, layout: Layout, replicas: int, replica: int, options: Options, *, dtype: torch.dtype = torch.float32
+        self,
+        layout: Layout,
+        replicas: Collection[int],
+        replica: int,
+        options: Options,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._layout, self._options = layout, options
         self._replicas, self._replica = replicas, replica
@@ -207,12 +213,12 @@ class PlainPipeline:
 
     def _compute(self, number: int, *, trains: bool) -> None:
         sums: dict[nn.Parameter, Tensor] = {}
-        for replica in range(self._replicas):
+        for replica in self._replicas:
             batch = Batch.of(number, replica, self._layout, self._options)
             for grads in self._replica_gradients(batch, is_own=replica == self._replica, trains=trains):
                 for parameter, grad in grads.items():
                     sums[parameter] = sums.get(parameter, torch.zeros(())) + grad
-        divisor = self._replicas * (self._layout.micro_batches if self._options["scale_grads"] else 1)
+        divisor = len(self._replicas) * (self._layout.micro_batches if self._options["scale_grads"] else 1)
         for parameter, total in sums.items():
             grad = total / divisor
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad

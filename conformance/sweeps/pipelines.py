@@ -28,9 +28,6 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.option_rows import Options, RowSweep
 from conformance.sweeps.pipeline_stages import (
-    LENGTH,
-    ROWS,
-    WIDTH,
     Batch,
     Layout,
     PlainPipeline,
@@ -122,6 +119,8 @@ RULES = (
         ("passed", "chunk_specs"),
         lambda row: row["passed"] == "without gradient" and row["chunk_specs"] == "along dim 1",
     ),
+    # Process groups send contiguous tensors alone, and chunks along another dimension are not.
+    Rule(("passed", "chunk_specs"), lambda row: row["passed"] == "input" and row["chunk_specs"] == "along dim 1"),
     # Rounded gradients.
     Rule(("passed", "loss_fn"), lambda row: row["passed"] == "bf16" and row["loss_fn"] in ("sum", "keyword")),
 )
@@ -214,11 +213,9 @@ class Pipeline:
 
     def _examples(self, index: int) -> tuple[Tensor, ...]:
         """Return empty tensors like the inputs of a stage, or like the outputs of the last."""
-        along = self._options["chunk_specs"] == "along dim 1"
-        x = torch.zeros((LENGTH, ROWS, WIDTH) if along else (ROWS, LENGTH, WIDTH))
-        x.requires_grad_(self._options["input_requires_grad"])
-        out: Any = x
-        kwargs = next(Batch.of(0, 0, self.layout, self._options).micro_batches(self.layout, self._options))[1]
+        batch = Batch.of(0, 0, self.layout, self._options)
+        x, kwargs, _ = next(batch.micro_batches(self.layout, self._options))
+        out: Any = x.requires_grad_(self._options["input_requires_grad"])
         for each in range(index):
             stage = Stage(each, self.layout, self._options)
             out = stage(*(out if isinstance(out, tuple | list) else (out,)), **kwargs)
@@ -259,9 +256,9 @@ def _dim(mesh: DeviceMesh) -> str:
 def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
     """Perform the calls of a row; returns the faults after this rank's first call that has any, with texts."""
     replicas, replica = (mesh.size(1), mesh.get_local_rank(1)) if mesh.ndim > 1 else (1, 0)
-    is_parallel = options["data_parallel"] != "none"
     pipeline = Pipeline(options, mesh)
-    plain = PlainPipeline(pipeline.layout, replicas if is_parallel else 1, replica if is_parallel else 0, options)
+    averaged = [replica] if options["data_parallel"] == "none" else range(replicas)
+    plain = PlainPipeline(pipeline.layout, averaged, replica, options)
     found: dict[str, str] = {}
     for number, call in enumerate(options["calls"].split("+")):
         seen, wanted = pipeline.call(call, number), plain.call(call, number)
@@ -330,9 +327,18 @@ def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tenso
 
 _HALVING = ("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that halve backwards."""
-_WITH_EVALUATION = tuple(calls for calls in OPTIONS["calls"] if "eval" in calls)
-_EVALUATED_LATER = tuple(calls for calls in _WITH_EVALUATION if calls.startswith("step"))
+_EVALUATED_LATER = tuple(calls for calls in OPTIONS["calls"] if calls.startswith("step+eval"))
 _SEVERAL_STEPS = tuple(calls for calls in OPTIONS["calls"] if calls.count("step") > 1 and "eval" not in calls)
+REFUSALS: tuple[Options, ...] = (
+    # Documented: as many micro-batches as stages, or a multiple of the rounds.
+    {"schedule": "1F1B", "micro_batches": "one"},
+    {"schedule": "DualPipeV", "micro_batches": "one"},
+    {"schedule": "Interleaved1F1B", "micro_batches": "uneven"},
+    {"schedule": "InterleavedZeroBubble", "micro_batches": "uneven"},
+    # Process groups send contiguous tensors alone.
+    {"passed": "transposed"},
+)
+"""Options that torch refuses together, and says so; any other refusal is a fault."""
 SUSPECTS: tuple[Options, ...] = (
     # findings/pipeline_steps_add_up_wrongly.py
     {"calls": "step+step", "scale_grads": True},
@@ -345,7 +351,9 @@ SUSPECTS: tuple[Options, ...] = (
         for parallel in ("fsdp", "resharding fsdp")
     ),
     # findings/pipeline_v_schedules_cannot_evaluate.py
-    *({"schedule": name, "calls": calls} for name in _V_SHAPED for calls in _WITH_EVALUATION),
+    *({"schedule": name, "calls": "eval+step"} for name in _V_SHAPED),
+    *({"schedule": name, "calls": calls, "scale_grads": False} for name in _V_SHAPED for calls in _EVALUATED_LATER),
+    *({"schedule": name, "loss_fn": "none"} for name in _V_SHAPED),
     # findings/pipeline_changes_buffers_first.py
     *({"stage": "buffer", "metadata": metadata} for metadata in ("inferred", "given on the first rank")),
     # findings/pipeline_hooks_add_up.py
@@ -357,23 +365,15 @@ SUSPECTS: tuple[Options, ...] = (
     *({"schedule": name, "data_parallel": "ddp"} for name in _HALVING),
     # findings/zero_bubble_loses_gradients.py
     *({"schedule": name, "data_parallel": "resharding fsdp"} for name in _HALVING),
+    # findings/pipeline_receives_overtake.py
+    *({"schedule": name, "defer_pp_recv": True} for name in _V_SHAPED),
     # findings/pipeline_examples_must_require_grad.py
     {"metadata": "given without requires_grad"},
     # findings/pipeline_takes_no_dict.py
     {"outputs": "dict"},
-    {"passed": "transposed"},
+    *REFUSALS,
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
-REFUSALS: tuple[Options, ...] = (
-    # Documented: as many micro-batches as stages, or a multiple of the rounds.
-    {"schedule": "1F1B", "micro_batches": "one"},
-    {"schedule": "DualPipeV", "micro_batches": "one"},
-    {"schedule": "Interleaved1F1B", "micro_batches": "uneven"},
-    {"schedule": "InterleavedZeroBubble", "micro_batches": "uneven"},
-    # Process groups send contiguous tensors alone.
-    {"passed": "transposed"},
-)
-"""Options that torch refuses together, and says so; any other refusal is a fault."""
 
 
 @experiment(needs=Needs.TRAINING)

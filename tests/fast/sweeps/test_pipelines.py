@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ ROWS = covering_rows(OPTIONS, strength=2, rules=RULES, rounds=0)
 
 
 def test_every_parameter_is_an_option_or_left_out_for_a_reason() -> None:
-    callables = [*SCHEDULES.values(), PipelineStage]
+    callables: list[Any] = [*SCHEDULES.values(), PipelineStage]
     callables += [getattr(schedule, name) for schedule in SCHEDULES.values() for name in ("step", "eval")]
     names = {name for each in callables for name in inspect.signature(each).parameters}
     assert names == OPTIONS_OF.keys() | LEFT_OUT.keys()
@@ -70,8 +71,8 @@ def test_sums_are_exact_and_gradients_are_there() -> None:
         if row["passed"] == "bf16" or row["loss_fn"] == "none":
             continue
         layout = layout_of(row, 2)
-        single = PlainPipeline(layout, 2, 0, row).call("step", 0)
-        double = PlainPipeline(layout, 2, 0, row, dtype=torch.float64).call("step", 0)
+        single = PlainPipeline(layout, range(2), 0, row).call("step", 0)
+        double = PlainPipeline(layout, range(2), 0, row, dtype=torch.float64).call("step", 0)
         for name, grad in single.gradients.items():
             wanted = double.gradients[name]
             assert (grad is None) == (wanted is None)
