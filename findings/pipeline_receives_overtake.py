@@ -1,7 +1,7 @@
-"""With `defer_pp_recv` V-shaped pipeline schedules compute on activations and gradients of other micro-batches.
+"""With `defer_pp_recv` zero-bubble pipeline schedules compute on activations and gradients of other micro-batches.
 
-Receives are moved behind computations (`_defer_recv_ops` in torch/distributed/pipelining/schedules.py), past receives
-from the same rank of the stage's neighbour: sends and receives of two ranks are matched in their order alone.
+Receives are moved behind computations (`_defer_recv_ops` in torch/distributed/pipelining/schedules.py), and past other
+receives from the same rank, although sends and receives of two ranks are matched in their order alone.
 
 severity: high
 visible: silent

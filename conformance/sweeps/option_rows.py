@@ -131,7 +131,7 @@ class RowSweep:
         subset = {option: value for option, value in row.items() if value != self._defaults[option]}
         for option in list(subset):
             fewer = {other: value for other, value in subset.items() if other != option}
-            if self._is_allowed(fewer) and self._ended(fewer).end is end:
+            if self._is_new(fewer) and self._ended(fewer).end is end:
                 subset = fewer
         if end is None:
             return subset
@@ -143,10 +143,13 @@ class RowSweep:
         return {**subset, **needed}
 
     def _is_right(self, subset: Options) -> bool:
-        return self._is_allowed(subset) and self._ended(subset).end is End.RIGHT
+        return self._is_new(subset) and self._ended(subset).end is End.RIGHT
 
-    def _is_allowed(self, subset: Options) -> bool:
-        return not any(rule.forbids({**self._defaults, **subset}) for rule in self._rules)
+    def _is_new(self, subset: Options) -> bool:
+        """Return whether rules allow a subset, and it has none that is excluded: that may fail for another reason."""
+        row = {**self._defaults, **subset}
+        is_excluded = any(_has(row, excluded) for excluded in self._excluded)
+        return not is_excluded and not any(rule.forbids(row) for rule in self._rules)
 
     def _ended(self, subset: Options) -> Ended:
         return self._ends({**self._defaults, **subset})

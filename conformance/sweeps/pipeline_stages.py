@@ -280,7 +280,7 @@ def _merged(outputs: list[Any], dim: int) -> Any:
 def change(stages: Sequence[nn.Module], name: str) -> None:
     """Perform a call that is no computation on the stages of a process."""
     for stage in stages:
-        first = getattr(getattr(stage, "module", stage), "index", None) == 0
+        first = cast("Stage", stage).index == 0
         for parameter in stage.parameters():
             match name:
                 case "clear":
@@ -299,8 +299,8 @@ def seen_of(
     stages: Mapping[int, nn.Module], returned: Any, losses: list[Tensor], input_gradient: Tensor | None
 ) -> Seen:
     """Return the state of stages by index."""
-    named = {f"{index}.{name}": p for index, stage in stages.items() for name, p in _own_parameters(stage)}
-    bare = {index: cast("Stage", getattr(stage, "module", stage)) for index, stage in stages.items()}
+    named = {f"{index}.{name}": p for index, stage in stages.items() for name, p in stage.named_parameters()}
+    bare = {index: cast("Stage", stage) for index, stage in stages.items()}
     return Seen(
         returned,
         losses,
@@ -310,8 +310,3 @@ def seen_of(
         {f"{index}.counted": stage.counted.clone() for index, stage in bare.items()},
         {f"{index}, {what}": count for index, stage in bare.items() for what, count in stage.calls.items() if count},
     )
-
-
-def _own_parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in stage.named_parameters():
-        yield name.removeprefix("module."), parameter

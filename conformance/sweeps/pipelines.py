@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from conformance.covering_arrays.combinations import Rule
@@ -62,7 +61,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
         "step+eval+update+eval+step",
         "step+freeze first+update+step",
         "step+thaw first+update+step",
-        "+".join(["step+update"] * 12),
+        "twelve updates",
     ),
     "loss_fn": ("sum", "mean", "keyword", "none"),
     "scale_grads": (True, False),
@@ -76,7 +75,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "frozen": ("none", "first", "second", "last", "all but last"),
     "input_requires_grad": (False, True),
     "stage": ("plain", "checkpointed", "shared weight", "buffer", "hooks", "parameter hooks", "dw_builder"),
-    "data_parallel": ("none", "fsdp", "resharding fsdp", "ddp"),
+    "data_parallel": ("none", "fsdp", "resharding fsdp"),
     "defer_pp_recv": (False, True),
     "backward_requires_autograd": (True, False),
 }
@@ -107,12 +106,13 @@ def _lacks(row: Options) -> bool:
 
 RULES = (
     Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
-    # FSDP and DDP have hooks of their own, and DDP knows the parameters that it reduces when it is made.
+    # FSDP calls hooks on the gradients of shards.
     Rule(
         ("stage", "data_parallel"),
         lambda row: row["stage"] == "parameter hooks" and row["data_parallel"] != "none",
     ),
-    Rule(("calls", "data_parallel"), lambda row: "first" in row["calls"] and row["data_parallel"] == "ddp"),
+    # A pipeline of two stages trains nothing.
+    Rule(("calls", "frozen"), lambda row: "freeze first" in row["calls"] and row["frozen"] in ("second", "last")),
     # Specs of nested inputs have their structure; integers have no second dimension.
     Rule(("kwargs", "chunk_specs"), lambda row: row["kwargs"] == "nested" and row["chunk_specs"] != "default"),
     Rule(
@@ -121,6 +121,8 @@ RULES = (
     ),
     # Process groups send contiguous tensors alone, and chunks along another dimension are not.
     Rule(("passed", "chunk_specs"), lambda row: row["passed"] == "input" and row["chunk_specs"] == "along dim 1"),
+    # A deferred receive may take the message of another, and one of another size ends the process.
+    Rule(("passed", "defer_pp_recv"), lambda row: row["passed"] == "without gradient" and row["defer_pp_recv"]),
     # Rounded gradients.
     Rule(("passed", "loss_fn"), lambda row: row["passed"] == "bf16" and row["loss_fn"] in ("sum", "keyword")),
 )
@@ -190,12 +192,8 @@ class Pipeline:
                     parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                         lambda _: stage.calls.update(["gradients of parameters"])
                     )
-        match self._options["data_parallel"]:
-            case "none":
-                return stage
-            case "ddp":
-                is_frozen = not any(parameter.requires_grad for parameter in stage.parameters())
-                return stage if is_frozen else DistributedDataParallel(stage, process_group=mesh.get_group(1))
+        if self._options["data_parallel"] == "none":
+            return stage
         resharded = self._options["data_parallel"] != "fsdp"
         return cast("nn.Module", fully_shard(stage, mesh=mesh[_dim(mesh)], reshard_after_forward=resharded))
 
@@ -253,6 +251,9 @@ def _dim(mesh: DeviceMesh) -> str:
     return mesh.mesh_dim_names[1]
 
 
+_TWELVE = ("step", "update") * 12
+
+
 def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
     """Perform the calls of a row; returns the faults after this rank's first call that has any, with texts."""
     replicas, replica = (mesh.size(1), mesh.get_local_rank(1)) if mesh.ndim > 1 else (1, 0)
@@ -260,7 +261,7 @@ def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
     averaged = [replica] if options["data_parallel"] == "none" else range(replicas)
     plain = PlainPipeline(pipeline.layout, averaged, replica, options)
     found: dict[str, str] = {}
-    for number, call in enumerate(options["calls"].split("+")):
+    for number, call in enumerate(_TWELVE if options["calls"] == "twelve updates" else options["calls"].split("+")):
         seen, wanted = pipeline.call(call, number), plain.call(call, number)
         if not found:  # all ranks go on, since others may be right
             faults = _faults(pipeline, seen, wanted)
@@ -328,7 +329,7 @@ def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tenso
 _HALVING = ("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that halve backwards."""
 _EVALUATED_LATER = tuple(calls for calls in OPTIONS["calls"] if calls.startswith("step+eval"))
-_SEVERAL_STEPS = tuple(calls for calls in OPTIONS["calls"] if calls.count("step") > 1 and "eval" not in calls)
+_SEVERAL_STEPS = tuple(calls for calls in OPTIONS["calls"] if calls != "step" and "eval" not in calls)
 REFUSALS: tuple[Options, ...] = (
     # Documented: as many micro-batches as stages, or a multiple of the rounds.
     {"schedule": "1F1B", "micro_batches": "one"},
@@ -358,17 +359,22 @@ SUSPECTS: tuple[Options, ...] = (
     *({"stage": "buffer", "metadata": metadata} for metadata in ("inferred", "given on the first rank")),
     # findings/pipeline_hooks_add_up.py
     *({"stage": "hooks", "calls": calls} for calls in _SEVERAL_STEPS),
+    {"stage": "hooks", "calls": "step+step", "scale_grads": False},
     # findings/zero_bubble_behind_frozen_stages.py
     *({"schedule": name, "frozen": frozen} for name in _HALVING for frozen in ("first", "all but last")),
     # findings/zero_bubble_calls_no_hooks.py
     *({"schedule": name, "stage": "parameter hooks"} for name in _HALVING),
-    *({"schedule": name, "data_parallel": "ddp"} for name in _HALVING),
     # findings/zero_bubble_loses_gradients.py
     *({"schedule": name, "data_parallel": "resharding fsdp"} for name in _HALVING),
+    # findings/zero_bubble_of_passed_input.py
+    *({"schedule": "ZBVZeroBubble", "passed": "input", "data_parallel": name} for name in ("fsdp", "resharding fsdp")),
+    *({"schedule": name, "passed": "input", "stage": "checkpointed"} for name in _V_SHAPED),
     # findings/pipeline_receives_overtake.py
-    *({"schedule": name, "defer_pp_recv": True} for name in _V_SHAPED),
+    *({"schedule": name, "defer_pp_recv": True} for name in SCHEDULES if "defer_pp_recv" in _parameters(name)),
     # findings/pipeline_examples_must_require_grad.py
     {"metadata": "given without requires_grad"},
+    # findings/pipeline_thawed_stage_raises.py
+    *({"calls": "step+thaw first+update+step", "frozen": frozen} for frozen in ("first", "all but last")),
     # findings/pipeline_takes_no_dict.py
     {"outputs": "dict"},
     *REFUSALS,
