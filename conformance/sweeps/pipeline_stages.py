@@ -107,6 +107,8 @@ class Stage(nn.Module):
                 return out, 2 * out
             case "list":
                 return [out]
+            case "view":
+                return out.view(out.shape)
             case "bf16":
                 return out.bfloat16()
             case "transposed":

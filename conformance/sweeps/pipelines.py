@@ -70,7 +70,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "metadata": ("inferred", "given", "given without requires_grad", "given on the first rank"),
     "chunk_specs": ("default", "given", "along dim 1"),
     "kwargs": ("none", "tensor", "number", "nested"),
-    "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "bf16", "transposed"),
+    "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "view", "bf16", "transposed"),
     "outputs": ("tensor", "tuple", "view", "dict"),
     "frozen": ("none", "first", "second", "last", "all but last"),
     "input_requires_grad": (False, True),
@@ -366,9 +366,14 @@ SUSPECTS: tuple[Options, ...] = (
     *({"schedule": name, "stage": "parameter hooks"} for name in _HALVING),
     # findings/zero_bubble_loses_gradients.py
     *({"schedule": name, "data_parallel": "resharding fsdp"} for name in _HALVING),
-    # findings/zero_bubble_of_passed_input.py
-    *({"schedule": "ZBVZeroBubble", "passed": "input", "data_parallel": name} for name in ("fsdp", "resharding fsdp")),
-    *({"schedule": name, "passed": "input", "stage": "checkpointed"} for name in _V_SHAPED),
+    # findings/zero_bubble_of_views.py
+    *({"schedule": name, "passed": "view"} for name in _HALVING),
+    *(
+        {"schedule": name, "passed": "input", "data_parallel": parallel}
+        for name in _HALVING
+        for parallel in ("fsdp", "resharding fsdp")
+    ),
+    *({"schedule": name, "passed": "input", "stage": "checkpointed"} for name in _HALVING),
     # findings/pipeline_receives_overtake.py
     *({"schedule": name, "defer_pp_recv": True} for name in SCHEDULES if "defer_pp_recv" in _parameters(name)),
     # findings/pipeline_examples_must_require_grad.py
