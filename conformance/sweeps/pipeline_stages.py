@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import checkpoint
 
 Options = Mapping[str, Any]
@@ -49,8 +50,9 @@ class Stage(nn.Module):
 
     counted: Tensor
 
-    def __init__(self, index: int, layout: Layout, options: Options) -> None:
+    def __init__(self, index: int, layout: Layout, options: Options, *, placement: Placement | None = None) -> None:
         super().__init__()
+        self._placement = placement
         self.index, self.is_last, self.options = index, index == layout.stages - 1, options
         order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(index))
         signs = 2.0 * (integers(WIDTH, seed=index) > 0) - 1
@@ -96,6 +98,8 @@ class Stage(nn.Module):
         return out.clamp(-_LIMIT, _LIMIT)
 
     def _passed(self, out: Tensor, x: Tensor, passed: Sequence[Tensor]) -> Any:
+        if isinstance(out, DTensor) and self._placement is not None:
+            out = out.redistribute(placements=[self._placement])
         match self.options["passed"]:
             case "two tensors":
                 return out, -out
@@ -130,6 +134,7 @@ def loss_of(out: Any, target: Tensor, options: Options, layout: Layout, factor: 
     """Return the loss of a micro-batch, a multiple of the number of micro-batches."""
     out = out["out"] if isinstance(out, dict) else out
     out = out[0] + out[1] if isinstance(out, tuple | list) else out
+    out = out.full_tensor() if isinstance(out, DTensor) else out
     target = target.transpose(0, 1) if options["chunk_specs"] == "along dim 1" else target
     squares: Tensor = layout.micro_batches * factor * (out - target) ** 2
     return squares.sum() if options["loss_fn"] == "sum" else squares.mean()

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.utils._pytree import tree_flatten
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import local
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import placed_shard
+from conformance.sweeps.layouts import distributed, placed_shard
 from conformance.sweeps.option_rows import Options, RowSweep
 from conformance.sweeps.pipeline_stages import (
     Batch,
@@ -46,6 +46,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 """Schedules that the installed torch has."""
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that place stages there and back again: their signatures do not say so."""
+
+DTENSORS = {"replicated DTensors": Replicate(), "sharded DTensors": Shard(2)}
+"""Placements of activations over the second dimension of the mesh, by value of `second_dim`."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "schedule": ("GPipe", *(name for name in SCHEDULES if name != "GPipe")),
@@ -75,7 +78,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "frozen": ("none", "first", "second", "last", "all but last"),
     "input_requires_grad": (False, True),
     "stage": ("plain", "checkpointed", "shared weight", "buffer", "hooks", "parameter hooks", "dw_builder"),
-    "data_parallel": ("none", "fsdp", "resharding fsdp"),
+    "second_dim": ("none", "fsdp", "resharding fsdp", *DTENSORS),
     "defer_pp_recv": (False, True),
     "backward_requires_autograd": (True, False),
 }
@@ -108,8 +111,20 @@ RULES = (
     Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
     # FSDP calls hooks on the gradients of shards.
     Rule(
-        ("stage", "data_parallel"),
-        lambda row: row["stage"] == "parameter hooks" and row["data_parallel"] != "none",
+        ("stage", "second_dim"),
+        lambda row: row["stage"] == "parameter hooks" and row["second_dim"] != "none",
+    ),
+    # Keyword arguments and indices that are no DTensors go with none; a transposed shard is another layout.
+    Rule(
+        ("second_dim", "kwargs", "passed", "chunk_specs"),
+        lambda row: (
+            row["second_dim"] in DTENSORS
+            and (
+                row["kwargs"] in ("tensor", "nested")
+                or row["passed"] in ("without gradient", "transposed")
+                or row["chunk_specs"] == "along dim 1"
+            )
+        ),
     ),
     # A pipeline of two stages trains nothing.
     Rule(("calls", "frozen"), lambda row: "freeze first" in row["calls"] and row["frozen"] in ("second", "last")),
@@ -148,10 +163,12 @@ class Pipeline:
 
     def __init__(self, options: Options, mesh: DeviceMesh) -> None:
         self._options, self._rank = options, mesh.get_local_rank(0)
-        self._replica = mesh.get_local_rank(1) if mesh.ndim > 1 else 0
+        self._second_dim = mesh[_dim(mesh)] if mesh.ndim > 1 else None
+        self._placement = DTENSORS.get(options["second_dim"])
+        self._replica = mesh.get_local_rank(1) if mesh.ndim > 1 and self._placement is None else 0
         self.layout = layout_of(options, mesh.size(0))
         owned = stages_on(self._rank, options, self.layout)
-        self.modules = {index: self._module(index, mesh) for index in owned}
+        self.modules = {index: self._module(index) for index in owned}
         stages = [self._stage(index, mesh) for index in owned]
         self.has_first, self.has_last = 0 in owned, self.layout.stages - 1 in owned
         self.gives_losses = options["losses"] and options["loss_fn"] != "none"
@@ -162,6 +179,7 @@ class Pipeline:
         returned, losses, batch = None, list[Tensor](), None
         if name in ("step", "eval"):
             batch = Batch.of(number, self._replica, self.layout, self._options)
+            batch.x = self._placed(batch.x)
             returned = self._computed(name, batch, losses)
         else:
             change(list(self.modules.values()), name)
@@ -184,18 +202,26 @@ class Pipeline:
         with torch.no_grad() if name == "eval" else nullcontext():
             return getattr(self._schedule, name)(*inputs, **arguments)
 
-    def _module(self, index: int, mesh: DeviceMesh) -> nn.Module:
-        stage = Stage(index, self.layout, self._options)
+    def _placed(self, x: Tensor) -> Tensor:
+        """Return a tensor as the activations are laid out, as a leaf that needs gradients if the tensor does."""
+        if self._placement is None or self._second_dim is None:
+            return x
+        return distributed(x.detach(), self._second_dim, (self._placement,)).requires_grad_(x.requires_grad)
+
+    def _module(self, index: int) -> nn.Module:
+        stage = Stage(index, self.layout, self._options, placement=self._placement)
         if self._options["stage"] == "parameter hooks":
             for parameter in stage.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                         lambda _: stage.calls.update(["gradients of parameters"])
                     )
-        if self._options["data_parallel"] == "none":
+        if self._options["second_dim"] == "none":
             return stage
-        resharded = self._options["data_parallel"] != "fsdp"
-        return cast("nn.Module", fully_shard(stage, mesh=mesh[_dim(mesh)], reshard_after_forward=resharded))
+        if self._placement is not None:
+            return distribute_module(stage, self._second_dim)
+        resharded = self._options["second_dim"] != "fsdp"
+        return cast("nn.Module", fully_shard(stage, mesh=self._second_dim, reshard_after_forward=resharded))
 
     def _stage(self, index: int, mesh: DeviceMesh) -> PipelineStage:
         arguments: dict[str, Any] = {}
@@ -203,6 +229,8 @@ class Pipeline:
             self._options["metadata"] != "given on the first rank" or self._rank == 0
         ):
             arguments = {"input_args": self._examples(index), "output_args": self._examples(index + 1)}
+        if self._placement is not None:
+            arguments["get_mesh"] = lambda *_: self._second_dim
         if self._options["stage"] == "dw_builder":
             arguments["dw_builder"] = lambda: lambda: None
         return PipelineStage(
@@ -221,8 +249,10 @@ class Pipeline:
         with_grad = self._options["metadata"] != "given without requires_grad"
         trains = self._options["loss_fn"] != "none"
         return tuple(
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype).requires_grad_(
-                each.requires_grad and with_grad and trains
+            self._placed(
+                torch.empty_strided(each.shape, each.stride(), dtype=each.dtype).requires_grad_(
+                    each.requires_grad and with_grad and trains
+                )
             )
             for each in tensors
         )
@@ -258,7 +288,9 @@ def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
     """Perform the calls of a row; returns the faults after this rank's first call that has any, with texts."""
     replicas, replica = (mesh.size(1), mesh.get_local_rank(1)) if mesh.ndim > 1 else (1, 0)
     pipeline = Pipeline(options, mesh)
-    averaged = [replica] if options["data_parallel"] == "none" else range(replicas)
+    if options["second_dim"] in DTENSORS:
+        replica = 0
+    averaged = range(replicas) if "fsdp" in options["second_dim"] else [replica]
     plain = PlainPipeline(pipeline.layout, averaged, replica, options)
     found: dict[str, str] = {}
     for number, call in enumerate(_TWELVE if options["calls"] == "twelve updates" else options["calls"].split("+")):
@@ -347,7 +379,7 @@ SUSPECTS: tuple[Options, ...] = (
     *({"calls": calls, "scale_grads": True} for calls in _EVALUATED_LATER),
     # findings/pipeline_evaluation_clears_gradients.py
     *(
-        {"calls": calls, "scale_grads": False, "data_parallel": parallel}
+        {"calls": calls, "scale_grads": False, "second_dim": parallel}
         for calls in _EVALUATED_LATER
         for parallel in ("fsdp", "resharding fsdp")
     ),
@@ -365,11 +397,11 @@ SUSPECTS: tuple[Options, ...] = (
     # findings/zero_bubble_calls_no_hooks.py
     *({"schedule": name, "stage": "parameter hooks"} for name in _HALVING),
     # findings/zero_bubble_loses_gradients.py
-    *({"schedule": name, "data_parallel": "resharding fsdp"} for name in _HALVING),
+    *({"schedule": name, "second_dim": "resharding fsdp"} for name in _HALVING),
     # findings/zero_bubble_of_views.py
     *({"schedule": name, "passed": "view"} for name in _HALVING),
     *(
-        {"schedule": name, "passed": "input", "data_parallel": parallel}
+        {"schedule": name, "passed": "input", "second_dim": parallel}
         for name in _HALVING
         for parallel in ("fsdp", "resharding fsdp")
     ),
@@ -396,7 +428,7 @@ def sweep(rank: RankWorld) -> Swept:
 def sweep_on(mesh: DeviceMesh, rank: int, subjects: Collection[str]) -> Swept:
     """Return the outcome of all rows, or of those that subjects name, on a mesh of pipeline and replicas."""
     trials = Trials(mesh)
-    options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "data_parallel": ("none",)}
+    options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "second_dim": ("none",)}
 
     def ended(row: Options) -> Ended:
         found = trials.ended(partial(differences, row))
@@ -404,7 +436,7 @@ def sweep_on(mesh: DeviceMesh, rank: int, subjects: Collection[str]) -> Swept:
             trials.renew()
         return found
 
-    suspects = [suspect for suspect in SUSPECTS if suspect.get("data_parallel", "none") in options["data_parallel"]]
+    suspects = [suspect for suspect in SUSPECTS if suspect.get("second_dim", "none") in options["second_dim"]]
     return RowSweep(
         options,
         ended,

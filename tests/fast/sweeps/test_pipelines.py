@@ -36,6 +36,7 @@ OPTIONS_OF = {
     "output_args": "metadata",
     "group": "schedule",
     "dw_builder": "stage",
+    "get_mesh": "second_dim",
 }
 """Options of the sweep by the parameter of a schedule, of its `step` and `eval`, or of a stage that they try."""
 LEFT_OUT = {
@@ -43,7 +44,6 @@ LEFT_OUT = {
     "device": "the CPU",
     "output_grads": "for DTensors between stages",
     "input_grads": "for DTensors between stages",
-    "get_mesh": "for DTensors between stages",
 }
 """Parameters without an option, with the reason."""
 ROWS = covering_rows(OPTIONS, strength=2, rules=RULES, rounds=0)
