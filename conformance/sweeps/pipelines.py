@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
-from conformance.instruments.sharding import local
+from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import distributed, placed_shard
 from conformance.sweeps.option_rows import Options, RowSweep
@@ -295,9 +295,8 @@ def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, call in enumerate(_TWELVE if options["calls"] == "twelve updates" else options["calls"].split("+")):
         seen, wanted = pipeline.call(call, number), plain.call(call, number)
-        if not found:  # all ranks go on, since others may be right
-            faults = _faults(pipeline, seen, wanted)
-            found = {fault: f"after call {number + 1}, {call}: {text}" for fault, text in faults}
+        faults = dict(_faults(pipeline, seen, wanted))  # on all ranks, with collectives; others may be right
+        found = found or {fault: f"after call {number + 1}, {call}: {text}" for fault, text in faults.items()}
     return found
 
 
@@ -351,6 +350,8 @@ def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tenso
         if measured is not wanted:
             yield fault, f"{name}: there is {'none' if measured is None else 'one'}"
         return
+    if isinstance(measured, DTensor) and any(at.is_partial() for at in measured.placements):
+        measured = full(measured)
     if isinstance(measured, DTensor):
         wanted = placed_shard(wanted, measured.device_mesh, measured.placements)
     shard = local(measured)
