@@ -138,7 +138,7 @@ REFUSED: tuple[str, ...] = (
 )
 """Sequences that torch refuses, and says why; the refusal of one that has none of them is a fault.
 
-Calls that are documented would otherwise pass where they raise on all ranks.
+Without them, documented calls would pass where they raise on all ranks.
 """
 SUSPECTS: tuple[str, ...] = (
     # Each has a program in findings/.

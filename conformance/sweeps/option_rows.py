@@ -30,8 +30,8 @@ class RowSweep:
         suspects: Values of some options that fail in some version, tried first, since narrowing a row down takes long.
         strength: Number of options of which any values are tried together.
         rules: Values that no row may have together.
-        refusals: Values that may be refused together; any if None. Another refusal is a fault: documented options that
-            raise on all ranks would otherwise pass.
+        refusals: Values that may be refused together; any if None. Another refusal is a fault, since documented options
+            must not raise on all ranks.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.utils._pytree import tree_flatten
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
@@ -325,11 +324,14 @@ def _returned_faults(measured: Any, wanted: Any) -> Iterator[tuple[str, str]]:
         if measured is not wanted:
             yield "output", f"{'nothing' if measured is None else 'something'} is returned"
         return
-    flat, expected = (tree_flatten(each) for each in (measured, wanted))
-    if flat[1] != expected[1]:
-        yield "output", f"{flat[1]}, expected {expected[1]}"
+    if isinstance(measured, dict) and measured.keys() == wanted.keys():
+        measured, wanted = list(measured.values()), list(wanted.values())
+    if not isinstance(measured, tuple | list):
+        measured, wanted = [measured], [wanted]
+    if len(measured) != len(wanted):
+        yield "output", f"{len(measured)} tensors, expected {len(wanted)}"
         return
-    for index, (each, other) in enumerate(zip(flat[0], expected[0], strict=True)):
+    for index, (each, other) in enumerate(zip(measured, wanted, strict=True)):
         yield from _tensor_faults("output", f"output {index}", each, other)
 
 
