@@ -1,4 +1,4 @@
-"""With `defer_pp_recv` pipelines of halved backwards compute on activations and gradients of other micro-batches.
+"""Pipelines of halved backwards compute on tensors of other micro-batches if receives are deferred, by `defer_pp_recv`.
 
 Receives are moved behind computations (`_defer_recv_ops` in torch/distributed/pipelining/schedules.py), and past other
 receives from the same rank, although sends and receives of two ranks are matched in their order alone.

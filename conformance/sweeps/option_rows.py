@@ -1,4 +1,4 @@
-"""Rows of options, any few together: a covering array that all ranks try, and what is narrowed down of a wrong row."""
+"""Rows of options, any few together: a covering array that all ranks try, and the smallest subset of a wrong row."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

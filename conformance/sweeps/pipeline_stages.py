@@ -46,7 +46,7 @@ def integers(*shape: int, seed: int, largest: int = 1) -> Tensor:
 
 
 class Stage(nn.Module):
-    """Stage of a pipeline: a signed permutation and a bias, and what its options add."""
+    """Stage of a pipeline: a signed permutation and a bias, with additions by its options."""
 
     counted: Tensor
 

@@ -301,7 +301,7 @@ def differences(options: Options, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _faults(pipeline: Pipeline, seen: Seen, wanted: Seen) -> Iterator[tuple[str, str]]:
-    """Yield what differs on this rank's stages, each with a text."""
+    """Yield the faults of this rank's stages, each with a text."""
     owned = {str(index) for index in pipeline.modules}
     yield from _returned_faults(seen.returned, wanted.returned if pipeline.has_last else None)
     expects_losses = pipeline.has_last and pipeline.gives_losses

@@ -66,7 +66,7 @@ def test_each_stage_is_on_one_rank(ranks: int) -> None:
 
 
 def test_sums_are_exact_and_gradients_are_there() -> None:
-    """One process computes in fp32 what it computes in fp64; a gradient that is zero everywhere would show nothing."""
+    """Results in fp32 equal those in fp64; a gradient that is zero everywhere would show nothing."""
     for row in ROWS:
         if row["passed"] == "bf16" or row["loss_fn"] == "none":
             continue
