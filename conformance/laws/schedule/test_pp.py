@@ -224,9 +224,9 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
     substrates=("gloo",),  # as for DT-3
 )
 def test_schedules_with_any_options_equal_one_process(measure: Measure, cell: Cell) -> None:
-    """Every schedule of torch.distributed.pipelining MUST, with any two options of schedule, stages, inputs and outputs,
-    give in each of several steps and evaluations the outputs, losses, gradients and buffers of one process, in
-    every bit; or refuse on all ranks.
+    """Every schedule of torch.distributed.pipelining MUST, with any two options of schedule, stages and inputs, give in
+    each of several steps and evaluations the outputs, losses, gradients and buffers of one process, in every bit; or
+    refuse on all ranks.
 
     Refusals are recorded, without a bound.
     """
