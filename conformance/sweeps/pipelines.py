@@ -117,7 +117,7 @@ RULES = (
         ("stage", "second_dim"),
         lambda row: row["stage"] == "parameter hooks" and row["second_dim"] != "none",
     ),
-    # DTensors meet schedules, calls and losses; with the other options open questions remain, see docs/blind_spots.md.
+    # DTensors meet schedules, calls and losses: static metadata, among others, would need the layouts of gradients.
     *(
         Rule(("second_dim", option), partial(_goes_without_dtensors, option=option))
         for option in ("metadata", "kwargs", "passed", "outputs", "frozen", "input_requires_grad", "stage")
