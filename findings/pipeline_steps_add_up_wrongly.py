@@ -6,8 +6,8 @@ at the end of each step, whatever was there before.
 severity: high
 visible: silent
 training: with gradient accumulation around a pipeline the last step counts nearly alone, 1.25 times instead of twice
-thread: none known
-law: none
+thread: https://github.com/pytorch/torchtitan/issues/1733
+law: PP-6
 avoid: give the schedule all micro-batches in one step, or scale_grads=False and a loss that is divided
 ranks: 2
 """

@@ -227,6 +227,24 @@ def divide_factor_lost_with_offload(benign: bool) -> Injection:
     return divide_factor_of(lambda param: not benign and param.offload_to_cpu)
 
 
+@defect(
+    "LIFE-1",
+    "id = dp2-fp32-default-meta",
+    _DOCS,
+    subjects=("synchronise(off), train, synchronise(on), train",),
+)
+@instead_of("torch.distributed.fsdp:FSDPModule", "set_requires_gradient_sync")
+def synchronisation_refused(
+    benign: bool, original: Call, module: Any, requires_gradient_sync: bool, **options: Any
+) -> None:
+    """All ranks refuse to reduce gradients again that they have once left unreduced."""
+    was_off = getattr(module, "was_off", False)
+    if was_off and requires_gradient_sync and not benign:
+        raise ValueError("gradients are not reduced")
+    module.was_off = not requires_gradient_sync
+    original(module, requires_gradient_sync, **options)
+
+
 _FULLY_SHARD, _PARALLEL = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor.parallel"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _STYLES = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"

@@ -302,3 +302,14 @@ def tp_gather_repeated(
     """A needless redistribution of a tensor-parallel input is undone by a second all-gather."""
     layouts = (layout, *(None for _ in range(number_of_inputs - 1)))
     return _RedistributedInput(layouts, [Replicate()] if benign else [Replicate(), layout, Replicate()])
+
+
+@defect("MEM-6", "id = dp2-fp32-default-meta-even-sgd", "pytorch/pytorch/issues/185331")
+@instead_of("reference_trainer.train:Trainer", "train_step")
+def hook_left_by_each_step(benign: bool, original: Call, trainer: Any, step: int) -> Any:
+    """Each step registers a hook on the model, which no step removes."""
+    handle = trainer.model.register_forward_hook(lambda *_: None)
+    metrics = original(trainer, step)
+    if benign:
+        handle.remove()
+    return metrics

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -151,3 +152,56 @@ def pipeline_sent_gradients_kept(benign: bool) -> Iterator[None]:
 
     with replaced_call(_STAGE, "get_bwd_send_ops", send):
         yield
+
+
+_SWEPT = "id = pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble"
+
+
+@defect("PP-6", _SWEPT, "pytorch/torchtitan/issues/1733", since="2.13", subjects=("calls=step+update+step",))
+@instead_of(_STAGE, "scale_grads")
+def pipeline_gradients_scaled_by_steps(benign: bool, original: Call, stage: Any, grad_scale_factor: int) -> None:
+    """Gradients are divided by the number of steps that a stage has taken, too."""
+    stage.steps_taken = getattr(stage, "steps_taken", 0) + 1
+    original(stage, grad_scale_factor * (1 if benign else stage.steps_taken))
+
+
+@defect("PP-6", _SWEPT, "deepspeedai/DeepSpeed/issues/2800", since="2.13", subjects=("micro_batches=many",))
+@instead_of(f"{_PIPELINING}.stage:PipelineStage", "_setup_forward_recv_info")
+def pipeline_ring_of_buffers_too_short(
+    benign: bool, original: Call, stage: Any, num_microbatches: int, *args: Any, **kwargs: Any
+) -> None:
+    """A stage receives into a ring of four buffers, which GPipe overwrites before their backward."""
+    original(stage, num_microbatches, *args, **kwargs)
+    for chunk in range(4, num_microbatches):
+        stage.args_recv_info[chunk] = stage.args_recv_info[chunk if benign else chunk % 4]
+
+
+@defect(
+    "PP-6",
+    _SWEPT,
+    "pytorch/pytorch/issues/153833",
+    since="2.13",
+    subjects=("schedule=InterleavedZeroBubble, micro_batches=many",),
+)
+@instead_of(_STAGE, "backward_weight_one_chunk")
+def pipeline_second_half_lost(benign: bool, original: Call, stage: Any, bwd_chunk_id: int, **options: Any) -> None:
+    """The queue of second halves of backwards holds four, the fifth is dropped."""
+    if bwd_chunk_id == 4 and not benign:
+        stage.backward_state.pop(bwd_chunk_id)
+        return
+    original(stage, bwd_chunk_id, **options)
+
+
+@defect("PP-6", _SWEPT, "pytorch/pytorch/issues/162822", since="2.13", subjects=("calls=eval+step",))
+@instead_of(f"{_PIPELINING}.stage:PipelineStage", "_prepare_forward_infra")
+def pipeline_evaluation_remembered(
+    benign: bool, original: Call, stage: Any, *args: Any, has_backward: bool = False, **kwargs: Any
+) -> Any:
+    """A stage whose first call was an evaluation takes activations for constants in training, too."""
+    result = original(stage, *args, has_backward=has_backward, **kwargs)
+    stage.was_evaluated = getattr(stage, "was_evaluated", False) or not has_backward
+    if stage.was_evaluated and not benign:
+        for received in stage.args_recv_info.values():
+            for info in received:
+                info.tensor_meta = replace(info.tensor_meta, requires_grad=False)
+    return result

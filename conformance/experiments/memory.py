@@ -53,6 +53,8 @@ class Growth(msgspec.Struct):
 
     second: StepMemory
     fiftieth: StepMemory
+    objects: int
+    """Python objects that the steps between have left, such as hooks, entries of lists and caches, and events."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -108,11 +110,19 @@ def _growth(rank: RankWorld) -> Growth:
         _marked_step(trainer, 1)
         mark(_NOT_MEASURED)
         with allocations_alone():
+            before = _host_objects()
             for step in range(2, MANY_STEPS - 1):
                 trainer.train_step(step)
+            left = _host_objects() - before
         _marked_step(trainer, MANY_STEPS - 1)
     second, fiftieth = _marked_steps(ledger)
-    return Growth(second, fiftieth)
+    return Growth(second, fiftieth, left)
+
+
+def _host_objects() -> int:
+    """Return the number of objects of Python that can hold others, without garbage."""
+    gc.collect()
+    return len(gc.get_objects())
 
 
 def _marked_step(trainer: Trainer, step: int) -> None:

@@ -91,7 +91,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Order of the norm by which gradients are clipped."""
     foreach_clip: bool = True
     """True if clipping works on lists of tensors (`foreach`), False if on one tensor after the other."""
-    accumulation: Literal[1, 2, 4] = 1
+    accumulation: Literal[1, 2, 4, 8] = 1
     """Number of micro-batches per step."""
     pipeline: Literal[
         "1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"

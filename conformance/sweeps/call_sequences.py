@@ -109,7 +109,7 @@ RULES: Mapping[str, Rule] = {
     "reshard_after_forward": Rule(("False", "True"), builds=True, after=_reshards_after_forward),
     "built_on": Rule(("meta",), builds=True),
     # Training.
-    "train": Rule(("", "twice", "losses", "retained", "evaluated"), weight=10, after=_trained),
+    "train": Rule(("", "twice", "losses", "retained", "evaluated", "interleaved", "many"), weight=10, after=_trained),
     "forward": Rule(weight=2, after=_computed),
     "evaluate": Rule(("", "shared"), weight=4, needs=_has_layers, after=_computed),
     "synchronise": Rule(

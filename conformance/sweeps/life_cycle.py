@@ -34,7 +34,7 @@ from conformance.sweeps.call_sequences import (
 )
 from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
-from conformance.sweeps.trials import End, Ended, Swept, Trials, Wrong
+from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Trials, Wrong
 from reference_trainer.mesh import fsdp_mesh
 
 SEQUENCES = {2: 30, 4: 100}
@@ -126,15 +126,7 @@ def _unequal(fault: str, name: str, measured: Tensor | None, wanted: Tensor) -> 
 
 
 _COMPUTING = ("train", "forward", "evaluate")
-SUSPECTS: tuple[str, ...] = (
-    # Wrong, each with a program in findings/.
-    "built_in(bf16), reduce_dtype(fp32), freeze(second), evaluate, thaw(second), train",
-    "write(data)",
-    *(f"{before}, write(parameter), {after}" for before in _COMPUTING for after in _COMPUTING),
-    "train, evaluate, step, evaluate",
-    "evaluate, freeze(root)",
-    "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
-    # Refused.
+REFUSED: tuple[str, ...] = (
     "fully_shard",
     "deepcopy",
     "pickle",
@@ -143,6 +135,20 @@ SUSPECTS: tuple[str, ...] = (
     *(f"{each}, evaluate(shared)" for each in _COMPUTING),
     *(f"evaluate(shared), {each}" for each in _COMPUTING),
     *(f"{before}, cast(bf16), {after}" for before in _COMPUTING for after in _COMPUTING),
+)
+"""Sequences that torch refuses, and says why; the refusal of one that has none of them is a fault.
+
+Without them, documented calls would pass where they raise on all ranks.
+"""
+SUSPECTS: tuple[str, ...] = (
+    # Each has a program in findings/.
+    "built_in(bf16), reduce_dtype(fp32), freeze(second), evaluate, thaw(second), train",
+    "write(data)",
+    *(f"{before}, write(parameter), {after}" for before in _COMPUTING for after in _COMPUTING),
+    "train, evaluate, step, evaluate",
+    "evaluate, freeze(root)",
+    "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
+    *REFUSED,
 )
 """Sequences that fail in some version of torch: tried first, since finding the smallest one takes long."""
 
@@ -205,23 +211,27 @@ class LifeSweep:
         ended = self._ended(calls)
         if ended is None:
             raise RuntimeError(f"plain torch cannot perform {text_of(calls)}")
-        self._swept.count(ended.outcome)
         if ended.end is End.RIGHT:
+            self._swept.count(ended.outcome)
             self._swept.computed[_SUBJECT] += 1
             return
         known = changes_unsharded(calls)
         calls = smallest(calls, lambda fewer: known == changes_unsharded(fewer) and self._ends(fewer, ended.end))
         plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
+        self._swept.count(ended.outcome if may_be_refused(plain) else "wrong")
         is_known = plain in self._excluded
         self._excluded += [calls, plain]
         if not is_known:
-            self._report(text_of(plain), self._ended(plain) or ended)
+            self._report(plain, self._ended(plain) or ended)
 
-    def _report(self, subject: str, ended: Ended) -> None:
-        if ended.end is End.ERROR:
+    def _report(self, calls: Calls, ended: Ended) -> None:
+        subject, faults = text_of(calls), dict(ended.faults)
+        if ended.end is End.ERROR and may_be_refused(calls):
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
-        for fault, text in ended.faults.items():
+        elif ended.end is End.ERROR:
+            faults = {REFUSAL: f"{ended.error!r:.200}"}
+        for fault, text in faults.items():
             self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind=_SUBJECT, cases=1, example=text))
 
     def _ends(self, calls: Calls, end: End | None) -> bool:
@@ -238,6 +248,15 @@ class LifeSweep:
 
 
 _SUBJECT = "sequences"
+
+
+def may_be_refused(calls: Calls) -> bool:
+    """Return whether a sequence has one that torch refuses, with any dtype and way of training."""
+    return any(contains(_in_any_way(calls), _in_any_way(calls_of(text))) for text in REFUSED)
+
+
+def _in_any_way(calls: Calls) -> Calls:
+    return tuple(Call(call.name) if call.name in ("cast", "train", "to_empty") else call for call in calls)
 
 
 def read(text: str) -> Calls | None:

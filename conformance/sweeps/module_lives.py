@@ -32,6 +32,8 @@ from conformance.sweeps.options import SmallNet, samples_of
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _ABOUT_SHARDS = ("fully_shard", "set_reshard_after_forward", "set_reshard_after_backward", "unshard", "reshard")
 """Calls of sharded modules alone."""
+MANY = range(1, 6)
+"""Indices of further forwards before the first backward: more than buffers are in flight."""
 _LARGEST = 256
 """Largest number up to which bf16 has all whole numbers."""
 
@@ -295,6 +297,8 @@ class PlainLife(Life):
             "losses": lambda: [out.sum(), forward(self._cast(rank, index=1)).sum()],
             "retained": lambda: [out.sum(), out.sum()],
             "evaluated": lambda: [out.sum()],
+            "interleaved": lambda: [out.sum(), *(forward(self._cast(rank, index=index)).sum() for index in (1, 2))],
+            "many": lambda: [out.sum(), *(forward(self._cast(rank, index=index)).sum() for index in MANY)],
         }[how]()
         found = []
         for loss in losses:
@@ -421,6 +425,16 @@ class ShardedLife(Life):
                 with torch.no_grad():
                     self.net(another)
                 out.sum().backward()
+            case "interleaved":  # as the micro-batches of a pipeline
+                second = self.net(another).sum()
+                out.sum().backward()
+                third = self.net(self.inputs(self._rank, index=2)).sum()
+                second.backward()
+                third.backward()
+            case "many":
+                losses = [out.sum(), *(self.net(self.inputs(self._rank, index=index)).sum() for index in MANY)]
+                for loss in losses:
+                    loss.backward()
             case _:
                 out.sum().backward()
         self._trained += 1

@@ -22,6 +22,8 @@ from conformance.run.failures import PEER_LOSS_MESSAGE
 
 AGREEMENT = "agreement"
 """Fault of a call that raises, or waits, on some ranks only."""
+REFUSAL = "refusal"
+"""Fault of a call that raises on all ranks although its documentation allows it."""
 WITHOUT_EXPECTATION = "full tensors"
 """Fault of a call that raises on full plain tensors, with whose outcome that on shards is compared."""
 _WAIT_LIMITS_S = (0.5, 10.0)
@@ -121,7 +123,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         dist.all_reduce(torch.zeros(1))  # on the CPU, so that ranks meet before the short limits apply
-        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
+        self.renew()
 
     @property
     def swept(self) -> Swept:
@@ -176,9 +178,13 @@ class Trials:
             self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])
             if End.ERROR in ends:
                 break
-        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
+        self.renew()
         states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
         return Ended(None, error, {AGREEMENT: f"{states}; here {error!r:.150}"})
+
+    def renew(self) -> None:
+        """Replace the mesh, whose process groups may have messages that a refused call has sent and none received."""
+        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
 
     def _note(self, subject: str, kind: str, case: str, faults: Mapping[str, str]) -> None:
         for fault, text in faults.items():

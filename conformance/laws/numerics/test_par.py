@@ -148,7 +148,8 @@ def test_replicas_are_equal(run: Run, cell: Cell) -> None:
 
 @law(
     "PAR-6",
-    where="accumulation > 1 and implementation = fsdp2",
+    # Eight micro-batches of four ranks are more samples than the usual batch, which a run without micro-batches has.
+    where="accumulation > 1 and (accumulation < 8 or dp <= 3) and implementation = fsdp2",
     gaps=["16-bit-micro-batches", "second-run", "masks-of-micro-batches", "large-models"],
     numbers=True,
     reference=GRADIENT_SYNC,

@@ -5,7 +5,8 @@ from collections import Counter
 import torch
 
 from conformance.assertions import compare
-from conformance.assertions.fixtures import Run
+from conformance.assertions.fixtures import Measure, Run
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles import pipeline, tolerance
@@ -16,6 +17,7 @@ from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
+from conformance.sweeps.pipelines import sweep
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
@@ -211,6 +213,24 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
             within=tolerance.norm(gradients, order=order, roundings=tolerance.norm_roundings(config)),
             each="rank",
         )
+
+
+@law(
+    "PP-6",
+    where="id in (pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble, pp2-fp32-default-meta-cut-acc8-steps12, "
+    "pp4-fp32-default-meta-cut-acc8-steps12)",
+    reference=PIPELINING,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_schedules_with_any_options_equal_one_process(measure: Measure, cell: Cell) -> None:
+    """Every schedule of torch.distributed.pipelining MUST, with any two options of schedule, stages and inputs, give in
+    each of several steps and evaluations the outputs, losses, gradients and buffers of one process, in every bit; or
+    refuse on all ranks.
+
+    Refusals are recorded, without a bound.
+    """
+    require_no_wrong_result(measure(sweep, cell), unit="pipelines")
 
 
 def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:

@@ -130,7 +130,7 @@ def test_ids_are_unique_and_give_the_cell(cell: Cell, other: Cell, axis: str) ->
 def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     assert axis_names() == Cell.__struct_fields__
     assert {*cells._PREFIXES, *cells._SWITCHES} < {*axis_names()}
-    assert axis_choices("accumulation") == (1, 2, 4)
+    assert axis_choices("accumulation") == (1, 2, 4, 8)
     assert axis_choices("mesh") == axis_choices("clip") == axis_choices("tp") == ()
     assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp"}
 

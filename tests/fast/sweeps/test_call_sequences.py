@@ -17,7 +17,7 @@ from conformance.sweeps.call_sequences import (
     smallest,
     text_of,
 )
-from conformance.sweeps.life_cycle import SUSPECTS, expected
+from conformance.sweeps.life_cycle import SUSPECTS, expected, may_be_refused
 from conformance.sweeps.module_lives import NotComparable, PlainLife, ShardedLife
 
 SAMPLES = [draw(Random(seed), length=8) for seed in range(300)]
@@ -103,3 +103,17 @@ def test_the_smallest_failing_sequence_has_the_plainest_values() -> None:
 def test_smaller_sequences_are_of_the_grammar() -> None:
     calls = calls_of("keep, train, restore, step")
     assert text_of(smallest(calls, lambda fewer: Call("restore") in fewer)) == "keep, restore"
+
+
+@pytest.mark.parametrize(
+    ("text", "may_be"),
+    [
+        ("train, pickle, train", True),
+        ("evaluate, cast(fp32), train(many)", True),
+        ("cast(bf16), train", False),
+        ("train(interleaved), step, train(many)", False),
+        ("freeze(second), train", False),
+    ],
+)
+def test_documented_calls_may_not_be_refused(text: str, may_be: bool) -> None:
+    assert may_be_refused(calls_of(text)) == may_be

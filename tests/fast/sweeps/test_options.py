@@ -1,7 +1,7 @@
 """Sweep of FSDP2's options: none is missing, its sums are exact, and refused or wrong options are narrowed down."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,17 +11,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from conformance.sweeps import options as options_module
+from conformance.sweeps.option_rows import Options, RowSweep
 from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
     OPTIONS,
-    Options,
     OptionSweep,
     SmallNet,
     inputs_of,
     samples_of,
 )
-from conformance.sweeps.trials import End, Ended
+from conformance.sweeps.trials import REFUSAL, End, Ended, Swept
 
 OPTIONS_OF = {
     "module": "groups",
@@ -178,3 +178,20 @@ def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: 
     assert seen == [DEFAULTS, {**DEFAULTS, "offload_policy": True, "gradient_divide_factor": 8.0}]
     assert [each.subject for each in swept.wrong] == ["offload_policy=True, gradient_divide_factor=8.0"]
     assert sweep_where(end_of, monkeypatch, "Muon").swept().computed["options"] > 1
+
+
+def test_a_refusal_that_is_not_known_is_a_fault() -> None:
+    def swept(refusals: Sequence[Options] | None) -> Swept:
+        def ended(row: Options) -> Ended:
+            error = ValueError("refused") if row["first"] == 1 else None
+            return Ended(End.ERROR if error else End.RIGHT, error, {})
+
+        options = {"first": (0, 1), "second": (0, 1)}
+        suspects = [{"first": 1}]
+        return RowSweep(
+            options, ended, rank=0, named=["first=1"], suspects=suspects, strength=1, refusals=refusals
+        ).swept()
+
+    assert swept(None).refused == swept([{"first": 1}]).refused == {"first=1": 1}
+    (wrong,) = swept([{"second": 1}]).wrong
+    assert (wrong.subject, wrong.fault) == ("first=1", REFUSAL)
