@@ -34,7 +34,7 @@ from conformance.sweeps.call_sequences import (
 )
 from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
-from conformance.sweeps.trials import End, Ended, Swept, Trials, Wrong
+from conformance.sweeps.trials import End, Ended, Swept, Trials, Wrong, spelled_error
 from reference_trainer.mesh import fsdp_mesh
 
 SEQUENCES = {2: 30, 4: 100}
@@ -220,7 +220,8 @@ class LifeSweep:
     def _report(self, subject: str, ended: Ended) -> None:
         if ended.end is End.ERROR:
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
-            self._swept.reasons[subject] = f"{ended.error!r:.200}"
+            assert ended.error is not None
+            self._swept.errors[subject] = {spelled_error(ended.error): 1}
         for fault, text in ended.faults.items():
             self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind=_SUBJECT, cases=1, example=text))
 
