@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, parallel
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
@@ -47,8 +48,11 @@ _OTHERWISE = {"R": "S0", "S0": "S1", "S1": "R", "S-1": "R"}
 
 @experiment(needs=Needs.NOTHING)
 def sweep(rank: RankWorld) -> Swept:
-    """Try any three options of each style together; any two on two ranks."""
-    trials = Trials(rank.mesh["tp"])
+    """Try any three options of each style together; any two on two ranks.
+
+    Styles need a mesh of one dimension, of which the names do not matter.
+    """
+    trials = Trials(rank.mesh)
     return swept_interfaces(style_interfaces(), rank, trials, strength=2 if rank.size == 2 else 3)
 
 
@@ -60,6 +64,7 @@ def style_interfaces() -> Iterator[Interface]:
     yield from _sharding_styles()
     yield _sequence_parallel()
     yield _parallelize_module()
+    yield _input_reshard()
 
 
 def _of_plain(given: str, size: str) -> bool:
@@ -488,3 +493,40 @@ def _planned(options: Options, mesh: DeviceMesh) -> Faults:
             yield Call([x], {}, [(Replicate(),)], [False])
 
     yield from _compared(single, module, calls(), Expectation(False, (Replicate(),)), mesh)
+
+
+# Sharded activations
+
+
+def _input_reshard() -> Interface:
+    return Interface(
+        "input_reshard",
+        input_reshard,
+        values={"input_reshard_dim": (OMITTED, 0, 1)},
+        faults=_resharded_inputs,
+        given=("module", "tp_device_mesh"),
+        conditions={"given": ("plain", "DTensor"), "frozen": (False, True)},
+    )
+
+
+def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
+    """Compare a layer on replicated inputs of even sizes, with which alone the ranks can gather what they saved.
+
+    Others end the process, see findings/input_reshard_of_uneven_rows.py.
+    """
+    columns = 2 * mesh.size()
+    single, module = (_with_integers(nn.Linear(columns, columns)) for _ in range(2))
+    if options["given"] == "DTensor":
+        distribute_module(module, mesh)
+    for each in (single, module):
+        each.get_parameter("weight").requires_grad_(not options["frozen"])
+    dim = options["input_reshard_dim"]
+    input_reshard(module, mesh, **({} if dim == OMITTED else {"input_reshard_dim": dim}))
+
+    def calls() -> Iterator[Call]:
+        for more in range(_CALLS):
+            x = integers(shape_of("even", mesh, more)[0], columns, seed=more)
+            yield Call([x], {}, [(Replicate(),)], [options["given"] == "plain"])
+
+    out = Expectation(options["given"] == "plain", (Replicate(),))
+    yield from _compared(single, module, calls(), out, mesh)

@@ -47,7 +47,7 @@ def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell
 
 @law(
     "TP-3",
-    where="id in (tp2-fp32-default-meta, tp4-fp32-default-meta-integer-sgd-noclip-steps1)",
+    where="id in (dp2-fp32-default-meta-even, dp4-fp32-default-meta)",
     reference=PARALLEL,
     since="2.13",
     substrates=("gloo",),  # as for DT-3

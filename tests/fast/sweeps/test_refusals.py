@@ -1,0 +1,56 @@
+"""Refused calls of sweeps: kept by release, and no more allowed than before."""
+
+import pytest
+
+from conformance.sweeps import refusals
+from conformance.sweeps.refusals import Refusals, excess
+
+CASE = "DT-3/dp2"
+NO_RULE = "NotImplementedError: no rule"
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    """Measure that 2.13 refuses `lgamma` twice and `prod` never, 2.14 refuses both, and 2.15 refuses `prod` alone."""
+    kept = Refusals(versions=[], errors={})
+    kept = kept.put("2.15", {"prod": {NO_RULE: 1}})
+    kept = kept.put("2.13", {"lgamma": {NO_RULE: 2}})
+    kept = kept.put("2.14", {"lgamma": {NO_RULE: 2}, "prod": {NO_RULE: 1}})
+    monkeypatch.setattr(refusals, "read_refusals", lambda: {CASE: kept})
+    return kept
+
+
+def test_releases_are_read_back_and_kept_as_changes(measured: Refusals) -> None:
+    assert measured.versions == ["2.13", "2.14", "2.15"]
+    assert measured.errors == {
+        "lgamma": {"2.13": {NO_RULE: 2}, "2.15": {}},
+        "prod": {"2.14": {NO_RULE: 1}},
+    }
+    assert measured.of_release("lgamma", "2.14") == {NO_RULE: 2}
+    assert measured.of_release("lgamma", "2.15") == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "refused", "expected"),
+    [
+        ("2.13.0+cpu", {"lgamma": {NO_RULE: 2}}, ""),
+        ("2.13.1", {"lgamma": {NO_RULE: 1}}, ""),
+        ("2.13.0", {"lgamma": {NO_RULE: 3}}, "lgamma 1: not refused so on torch 2.13"),
+        ("2.13.0", {"lgamma": {"RuntimeError: other": 1}}, "lgamma 1: not refused so on torch 2.13"),
+        ("2.13.0", {"prod": {NO_RULE: 1}}, "prod 1: not refused so on torch 2.13"),
+        ("2.14.1", {"prod": {NO_RULE: 1}}, "prod 1: computed on an earlier torch"),
+        ("2.15.0", {"lgamma": {NO_RULE: 2}}, "lgamma 2: not refused so on torch 2.15"),
+        ("2.16.0", {"prod": {NO_RULE: 1}}, "prod 1: computed on an earlier torch"),
+        ("2.12.0", {"prod": {NO_RULE: 5}}, ""),
+    ],
+)
+def test_more_refusals_than_on_any_measured_release_are_told(
+    version: str, refused: dict[str, dict[str, int]], expected: str
+) -> None:
+    told = [f"{subject} {number}: {text}" for subject, number, text in excess(CASE, refused, version)]
+    assert [text for text in told if not text.startswith(expected)] == []
+    assert len(told) == bool(expected)
+
+
+def test_a_case_that_was_not_measured_has_no_bound() -> None:
+    assert not [*excess("DT-3/dp3", {"prod": {NO_RULE: 1}}, "2.13.0")]
