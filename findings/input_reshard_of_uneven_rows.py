@@ -1,7 +1,7 @@
 """`input_reshard` gathers saved tensors wrongly where ranks do not share them equally.
 
-`_unpack_hook_tp` (torch/distributed/tensor/parallel/input_reshard.py) makes a DTensor of a shard without its full shape,
-as if all ranks had equal ones, and tells which tensors were sharded by the number of elements of the shard.
+`_unpack_hook_tp` (torch/distributed/tensor/parallel/input_reshard.py) makes a DTensor of a shard without its full
+shape, as if all ranks had equal ones, and tells which tensors were sharded by the number of elements of the shard.
 
 severity: medium
 visible: loud

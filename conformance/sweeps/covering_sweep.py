@@ -62,7 +62,8 @@ class CoveringSweep:
                 self._judge(subset, self._ended(subset))
         else:
             self._try_all()
-        self._swept.computed[self.name or "options"] = len(self._right)
+        if self._right or all(self._excluded) or not self.name:  # else its defaults are refused or wrong, by a name
+            self._swept.computed[self.name or "options"] = len(self._right)
         return self._swept
 
     def _named(self, subjects: Collection[str]) -> list[Options]:

@@ -63,6 +63,8 @@ def interfaces(mesh: DeviceMesh) -> Iterator[Interface]:
     yield _to_local(mesh)
     yield _full_tensor(mesh)
     yield _distribute_tensor(mesh)
+    yield _argument_of_distribution(mesh)
+    yield _pending_integers(mesh)
     yield _distribute_module()
     yield from _factories(mesh)
 
@@ -344,6 +346,7 @@ def _distribute_tensor(mesh: DeviceMesh) -> Interface:
         },
         rules=[
             forbids("dtype", "requires_grad", when=lambda dtype, requires: dtype == "int64" and requires),
+            forbids("dtype", "placements", when=lambda dtype, placements: dtype == "int64" and "P" in placements),
             # Ranks with numbers of their own hold shards of different tensors; replicas and sums are not defined.
             forbids(
                 *("placements", "src_data_rank", "ranks hold"),
@@ -382,7 +385,46 @@ def _distributed_tensor(options: Options, mesh: DeviceMesh) -> Faults:
         yield from _compared("result", result.to_local(), shard_of(full, mesh, layout))
     if result.shape != full.shape or tuple(result.placements) != layout:
         yield "layout", f"{tuple(result.shape)} {spelled(result.placements)}"
-    yield from _compared("argument", given, held(torch.distributed.get_rank()))
+
+
+def _argument_of_distribution(mesh: DeviceMesh) -> Interface:
+    """Return the interface of what a call leaves in its argument.
+
+    See findings/distributed_tensor_overwrites_its_argument.py.
+    """
+    return Interface(
+        "distribute_tensor, argument",
+        distribute_tensor,
+        values={"placements": layouts(mesh.ndim, ("S0", "R"))},
+        faults=_left_in_argument,
+        given=("tensor", "device_mesh", "src_data_rank"),
+        conditions={"size": SIZES},
+    )
+
+
+def _left_in_argument(options: Options, mesh: DeviceMesh) -> Faults:
+    own = integers(*shape_of(options["size"], mesh)) + torch.distributed.get_rank()
+    given = own.clone()
+    distribute_tensor(given, mesh, layout_of(options["placements"]))
+    yield from _compared("argument", given, own)
+
+
+def _pending_integers(mesh: DeviceMesh) -> Interface:
+    """Return the interface of integers that become pending sums, see findings/pending_distribution_changes_dtype.py."""
+    return Interface(
+        "distribute_tensor, pending integers",
+        distribute_tensor,
+        values={"placements": layouts(mesh.ndim, ("P", "S0"))[:-1]},
+        faults=_pending_of_integers,
+        given=("tensor", "device_mesh", "src_data_rank"),
+        conditions={"size": SIZES},
+    )
+
+
+def _pending_of_integers(options: Options, mesh: DeviceMesh) -> Faults:
+    full = integers(*shape_of(options["size"], mesh)).long()
+    result = distribute_tensor(full, mesh, layout_of(options["placements"]))
+    yield from _compared("result", result.full_tensor(), full)
 
 
 class _Scaled(nn.Module):

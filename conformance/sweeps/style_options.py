@@ -59,6 +59,7 @@ def sweep(rank: RankWorld) -> Swept:
 def style_interfaces() -> Iterator[Interface]:
     """Yield the interfaces of all styles."""
     yield _prepare_input()
+    yield _input_of_another_layout()
     yield _prepare_output()
     yield _prepare_input_output()
     yield from _sharding_styles()
@@ -195,6 +196,28 @@ def _prepare_input() -> Interface:
     )
 
 
+def _input_of_another_layout() -> Interface:
+    """Return the interface of DTensors in another layout, see findings/prepared_input_of_another_layout.py."""
+    return Interface(
+        "PrepareModuleInput, another layout",
+        parallel.PrepareModuleInput,
+        values={"input_layouts": _LAYOUTS, "use_local_output": (False, True)},
+        faults=_prepared_otherwise,
+        given=("desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts"),  # the first: the same
+        conditions={"size": SIZES},
+    )
+
+
+def _prepared_otherwise(options: Options, mesh: DeviceMesh) -> Faults:
+    text, is_local = options["input_layouts"], options["use_local_output"]
+    layout = layout_of(text)
+    style = parallel.PrepareModuleInput(input_layouts=layout, desired_input_layouts=layout, use_local_output=is_local)
+    full = integers(*shape_of(options["size"], mesh))
+    given = distributed(full, mesh, layout_of(_OTHERWISE[text]))
+    output = parallelize_module(nn.Identity(), mesh, style)(given)
+    yield from _compared_output(output, full, Expectation(is_local, layout), mesh)
+
+
 def _prepare_output() -> Interface:
     return Interface(
         "PrepareModuleOutput",
@@ -244,6 +267,14 @@ def _rules_of_plain(option: str) -> list[Rule]:
 _MEANINGFUL_INPUTS = [
     # Inputs of the module have one layout, or it would multiply shards of different elements.
     forbids(*("desired_input_layouts", "desired_input_kwarg_layouts"), when=lambda one, other: one != other),
+    # DTensors of another layout than a declared one that is the desired one, too: `_input_of_another_layout`.
+    *(
+        forbids("given", one, other, when=lambda given, at, to: given == "otherwise" and at == to)
+        for one, other in (
+            ("input_layouts", "desired_input_layouts"),
+            ("input_kwarg_layouts", "desired_input_kwarg_layouts"),
+        )
+    ),
     # Without layouts of its own an input stays as it is given.
     forbids(
         *("input_layouts", "input_kwarg_layouts", "given"),
@@ -419,7 +450,9 @@ def _sequenced(options: Options, mesh: DeviceMesh) -> Faults:
             x = integers(*shape_of(options["size"], mesh, more), 4, seed=more).double()
             yield Call([x], {}, [at], [options["given"] == "plain"])
 
-    out = Expectation(options["use_local_output"], (Shard(dim),), bound=_ROUNDINGS)
+    # Where some ranks have no shard, torch may replicate; only the numbers are promised.
+    layout: Layout | None = None if options["size"] == "few" else (Shard(dim),)
+    out = Expectation(options["use_local_output"], layout, bound=_ROUNDINGS)
     yield from _compared(single, module, calls(), out, mesh)
 
 
