@@ -17,7 +17,7 @@ MESHES = [
 EVERY = [*style_interfaces(), *(each for mesh in MESHES for each in interfaces(cast("Any", mesh)))]
 
 
-@pytest.mark.parametrize("interface", EVERY, ids=lambda interface: interface.name)
+@pytest.mark.parametrize("interface", EVERY, ids=[f"{index} {each.name}" for index, each in enumerate(EVERY)])
 def test_every_parameter_has_values_and_defaults_keep_the_rules(interface: Interface) -> None:
     options = interface.options  # raises for a parameter without values
     assert all(len(values) == len(set(map(repr, values))) for values in options.values())
