@@ -135,7 +135,8 @@ def _redistribute(mesh: DeviceMesh) -> Interface:
 
 def _redistributed(options: Options, mesh: DeviceMesh) -> Faults:
     full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
-    given = _source(options, mesh, full).requires_grad_()
+    given = _source(options, mesh, full)
+    given.requires_grad_()
     arguments = _arguments(options, mesh, "device_mesh", "async_op", "forward_dtype", "backward_dtype")
     result = given.redistribute(placements=layout_of(options["placements"]), **arguments)
     target = tuple(Shard(at.dim % 2) if isinstance(at, Shard) else at for at in layout_of(options["placements"]))
@@ -201,7 +202,8 @@ def _summed(options: Options, mesh: DeviceMesh) -> Faults:
     result = pending(torch.float32).redistribute(placements=target, **arguments)
     forward = total(options["forward_dtype"]).to(DTYPES.get(options["forward_dtype"], torch.float32))
     yield from _compared("sum", result.to_local(), shard_of(forward, mesh, target))
-    given = distributed(base, mesh, target).requires_grad_()
+    given = distributed(base, mesh, target)
+    given.requires_grad_()
     same = given.redistribute(placements=[Replicate()], **{**arguments, "forward_dtype": None})
     torch.autograd.backward(same, pending(torch.float32))
     assert isinstance(given.grad, DTensor)
@@ -291,7 +293,8 @@ def _has_another_shape(source: str, gradient: str) -> bool:
 def _to_plain(options: Options, mesh: DeviceMesh) -> Faults:
     full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
     layout = layout_of(options["source"])
-    given = distributed(full, mesh, layout).requires_grad_()
+    given = distributed(full, mesh, layout)
+    given.requires_grad_()
     local = given.to_local(**_with_placements({}, "grad_placements", options["grad_placements"]))
     yield from _compared("result", local, shard_of(full, mesh, layout))
     text = options["source"].replace("P", "R") if options["grad_placements"] == OMITTED else options["grad_placements"]
@@ -312,7 +315,8 @@ def _full_tensor(mesh: DeviceMesh) -> Interface:
 
 def _gathered(options: Options, mesh: DeviceMesh) -> Faults:
     full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
-    given = distributed(full, mesh, layout_of(options["source"])).requires_grad_()
+    given = distributed(full, mesh, layout_of(options["source"]))
+    given.requires_grad_()
     gathered = given.full_tensor(**_with_placements({}, "grad_placements", options["grad_placements"]))
     yield from _compared("result", gathered, full)
     text = _each(mesh, "R") if options["grad_placements"] == OMITTED else options["grad_placements"]
@@ -351,7 +355,9 @@ def _distribute_tensor(mesh: DeviceMesh) -> Interface:
             forbids(
                 *("placements", "src_data_rank", "ranks hold"),
                 when=lambda placements, source, held: (
-                    source == "none" and held != "the same" and (placements == OMITTED or set(placements) & {"R", "P"})
+                    source == "none"
+                    and held != "the same"
+                    and (placements == OMITTED or not {"R", "P"}.isdisjoint(placements))
                 ),
             ),
         ],
@@ -490,7 +496,7 @@ def _distributed_module(options: Options, mesh: DeviceMesh) -> Faults:
     for each in (single, module):
         each.linear.weight.requires_grad_(not options["frozen"])
     names = ("partition_fn", "input_fn", "output_fn")
-    functions = {name: _FUNCTIONS[options[name]] for name in names if options[name] != OMITTED}
+    functions: dict[str, Any] = {name: _FUNCTIONS[options[name]] for name in names if options[name] != OMITTED}
     with _within(options, mesh):
         distribute_module(module, **_arguments(options, mesh, "device_mesh"), **functions)
     replicated = (Replicate(),) * mesh.ndim

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, parallel
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, parallel
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
@@ -341,12 +341,13 @@ def _input_arguments(options: Options) -> tuple[dict[str, Any], bool]:
 
 
 def _output_arguments(options: Options, inner: str) -> dict[str, Any]:
-    at, to = layout_of(inner), layout_of(options["desired_output_layouts"])
+    at: tuple[Placement | None, ...] = layout_of(inner)
+    to: tuple[Placement | None, ...] = layout_of(options["desired_output_layouts"])
     outputs = options.get("outputs", "one")
     if outputs == "two":
         at, to = at * 2, to * 2
     elif outputs != "one":
-        at, to = (*at, None), (*to, None)  # type: ignore[assignment]
+        at, to = (*at, None), (*to, None)
     return {"output_layouts": at, "desired_output_layouts": to, "use_local_output": options["use_local_output"]}
 
 
