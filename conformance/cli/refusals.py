@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Answer:
     lines = []
     for report in map(read_report, options.reports):
         version = ".".join(map(str, release(str(report.environment["packages"]["torch"]))))
-        for case, errors in _refused(report).items():
+        for case, errors in refused_calls(report).items():
             lines += [
                 f"{case} on torch {version}: {subject}: {text}" for subject, _, text in excess(case, errors, version)
             ]
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines) or "nothing is refused but what was measured", status=int(bool(lines)))
 
 
-def _refused(report: Report) -> Mapping[str, Mapping[str, Errors]]:
+def refused_calls(report: Report) -> Mapping[str, Mapping[str, Errors]]:
     """Return the refused calls of each case of a sweep whose refusals are bounded, by subject."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for case in report.cases:

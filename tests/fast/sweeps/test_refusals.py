@@ -1,7 +1,11 @@
 """Refused calls of sweeps: kept by release, and no more allowed than before."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from conformance.cli.refusals import refused_calls
 from conformance.sweeps import refusals
 from conformance.sweeps.refusals import Refusals, excess
 
@@ -54,3 +58,15 @@ def test_more_refusals_than_on_any_measured_release_are_told(
 
 def test_a_case_that_was_not_measured_has_no_bound() -> None:
     assert not [*excess("DT-3/dp3", {"prod": {NO_RULE: 1}}, "2.13.0")]
+
+
+def test_errors_are_read_from_the_metrics_of_bounded_cases() -> None:
+    bounded = {"calls of all subjects": 3, f"calls of prod: refused: {NO_RULE}": 2, "prod: refused": 3, "mm: wrong": 0}
+    cases = [(CASE, bounded), ("DT-3/dp3", {"calls of all subjects": 0}), ("DT-2/dp2", {"mm: refused": 1})]
+    report = SimpleNamespace(
+        cases=[
+            SimpleNamespace(id=case, measured={name: SimpleNamespace(value=float(n)) for name, n in metrics.items()})
+            for case, metrics in cases
+        ]
+    )
+    assert refused_calls(cast("Any", report)) == {CASE: {"prod": {NO_RULE: 2}}, "DT-3/dp3": {}}
