@@ -7,11 +7,8 @@ import torch
 from conformance.assertions import compare
 from conformance.judge.measurements import measure
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
-from conformance.sweeps.refusals import excess
+from conformance.sweeps.refusals import REFUSED, excess
 from conformance.sweeps.trials import Swept
-
-REFUSED = "calls of "
-"""Beginning of the names of metrics about refused calls of a bounded case: `calls of SUBJECT: refused: ERROR`."""
 
 
 def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str, bounded: str = "") -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from conformance.assertions.sweeps import REFUSED
 from conformance.cli.command import Answer, Commands
 from conformance.project import require_checkout
 from conformance.report.schema import Report, read_report
-from conformance.sweeps.refusals import REFUSALS_FILE, Errors, Refusals, excess, read_refusals
+from conformance.sweeps.refusals import REFUSALS_FILE, REFUSED, Errors, Refusals, excess, read_refusals
 from conformance.torch_release import release
 
 

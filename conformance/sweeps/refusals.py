@@ -15,6 +15,9 @@ from conformance.torch_release import release
 
 REFUSALS_FILE = Path(__file__).with_name("refusals.json")
 
+REFUSED = "calls of "
+"""Beginning of the names of metrics about refused calls of a bounded case: `calls of SUBJECT: refused: ERROR`."""
+
 Errors = Mapping[str, int]
 """Number of refused calls by error, as `trials.spelled_error` writes it."""
 
