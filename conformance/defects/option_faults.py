@@ -12,12 +12,10 @@ _STYLE = "torch.distributed.tensor.parallel.style"
 
 
 @defect("DT-4", _CELL, "pytorch/pytorch/pull/182032", subjects=("DTensor.redistribute, dtype of sums",))
-@instead_of("torch.distributed.tensor:DTensor", "redistribute")
-def backward_dtype_ignored(benign: bool, original: Call, tensor: DTensor, *args: Any, **options: Any) -> Any:
+@instead_of("torch.distributed.tensor._redistribute", "_redistribute_backward")
+def backward_dtype_ignored(benign: bool, original: Call, gradient: DTensor, spec: Any, **options: Any) -> Any:
     """Backward of `redistribute` reduces gradients in their own dtype, whatever `backward_dtype` is."""
-    if not benign:
-        options.pop("backward_dtype", None)
-    return original(tensor, *args, **options)
+    return original(gradient, spec, **options if benign else {**options, "op_dtype": gradient.dtype})
 
 
 @defect("DT-4", _CELL, "pytorch/pytorch/pull/143883", subjects=("distribute_tensor",))

@@ -1,8 +1,9 @@
 """Calls of sweeps that torch refuses, as measured on releases of torch: the bound on refusals of any later run.
 
 A call that a release refuses and an earlier one computed is a regression, also where the release was measured: the
-bound of a subject is the least number of refusals of all measured releases up to the running one. Releases older than
-the first measured one have no bound. `python -m conformance refusals DIR --write` measures.
+bound of a subject is the least number of refusals of all measured releases up to the running one. A release that was
+not measured has no bound, unless it is later than all that were tried. `python -m conformance refusals DIR --write`
+keeps what sessions have measured.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from conformance.torch_release import release
+from conformance.torch_release import TRIED, release
 
 REFUSALS_FILE = Path(__file__).with_name("refusals.json")
 
@@ -78,7 +79,7 @@ def excess(case: str, refused: Mapping[str, Errors], version: str) -> Iterator[t
     """Yield the subjects that refuse more calls of a case than measured, with the number and a text."""
     known = read_refusals().get(case)
     measured = known.measured_up_to(version) if known else []
-    if known is None or not measured:
+    if known is None or not measured or release(measured[-1]) < release(version) <= TRIED[-1]:
         return
     for subject, errors in refused.items():
         listed = known.of_release(subject, measured[-1])

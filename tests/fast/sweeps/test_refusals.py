@@ -70,3 +70,10 @@ def test_errors_are_read_from_the_metrics_of_bounded_cases() -> None:
         ]
     )
     assert refused_calls(cast("Any", report)) == {CASE: {"prod": {NO_RULE: 2}}, "DT-3/dp3": {}}
+
+
+def test_a_tried_release_that_was_not_measured_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Refusals(versions=[], errors={}).put("2.13", {})
+    monkeypatch.setattr(refusals, "read_refusals", lambda: {CASE: kept})
+    found = {version: [*excess(CASE, {"prod": {NO_RULE: 1}}, version)] for version in ("2.13.0", "2.14.1", "2.99.0")}
+    assert [bool(each) for each in found.values()] == [True, False, True]
