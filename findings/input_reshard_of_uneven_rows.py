@@ -7,7 +7,7 @@ severity: medium
 visible: loud
 training: backward stops where the sequence is no multiple of the tensor-parallel ranks
 thread: none known
-law: TP-3
+law: none
 avoid: pad the sequence to a multiple of the ranks
 ranks: 2
 """
