@@ -6,7 +6,7 @@ version adds is tried without a change here.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.optim import Optimizer
 
+from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.interface_sweep import forbids
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_layout
 from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
 
@@ -237,8 +239,14 @@ def pair_sweep(rank: RankWorld) -> Swept:
         options: dict[str, tuple[Any, ...]] = dict.fromkeys(_options_of(make), (False, True))
         options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
         ended = partial(_ended_with, trials, setting, make)
-        total.add(CoveringSweep(options, ended, make.__name__, strength=2).swept(rank.subjects))
+        total.add(CoveringSweep(options, ended, make.__name__, 2, _rules_of(options)).swept(rank.subjects))
     return total
+
+
+def _rules_of(options: Collection[str]) -> list[Rule]:
+    """Return the rule of LBFGS: the loss has no maximum, towards which a line search ends anywhere."""
+    pair = ("line_search_fn", "maximize")
+    return [forbids(*pair, when=lambda search, maximize: search and maximize)] if {*pair} <= {*options} else []
 
 
 def _ended_with(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
