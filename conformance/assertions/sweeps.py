@@ -1,4 +1,4 @@
-"""Judgement of sweeps: a wrong result fails, and a call that is refused beyond what was measured."""
+"""Judgement of sweeps: a wrong result fails, and a call that no measured release of torch refused."""
 
 from collections.abc import Sequence
 

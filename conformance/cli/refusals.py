@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Keep the refusals of all bounded cases in reports, or show what they refuse beyond the kept ones: status 1."""
+    """Keep the refusals of all bounded cases in reports, or show those that are not kept yet: status 1."""
     kept = dict(read_refusals())
     lines = []
     for report in map(read_report, options.reports):

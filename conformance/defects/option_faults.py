@@ -14,7 +14,7 @@ _STYLE = "torch.distributed.tensor.parallel.style"
 @defect("DT-4", _CELL, "pytorch/pytorch/pull/182032", subjects=("DTensor.redistribute, dtype of sums",))
 @instead_of("torch.distributed.tensor._redistribute", "_redistribute_backward")
 def backward_dtype_ignored(benign: bool, original: Call, gradient: DTensor, spec: Any, **options: Any) -> Any:
-    """Backward of `redistribute` reduces gradients in their own dtype, whatever `backward_dtype` is."""
+    """Backward of `redistribute` reduces gradients in their own dtype, and ignores `backward_dtype`."""
     return original(gradient, spec, **options if benign else {**options, "op_dtype": gradient.dtype})
 
 
@@ -23,7 +23,7 @@ def backward_dtype_ignored(benign: bool, original: Call, gradient: DTensor, spec
 def source_rank_ignored(
     benign: bool, original: Call, placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int, source: int | None = 0
 ) -> Tensor:
-    """distribute_tensor scatters the numbers of the first rank, whatever `src_data_rank` is."""
+    """distribute_tensor scatters the numbers of the first rank, and ignores `src_data_rank`."""
     result: Tensor = original(placement, tensor, mesh, mesh_dim, source if benign else 0)
     return result
 

@@ -72,8 +72,8 @@ class CoveringSweep:
             _spelled(option, value): (option, value) for option, values in self.options.items() for value in values
         }
         bare = [subject.removeprefix(f"{self.name}(").removesuffix(")") for subject in sorted(subjects)]
-        parts = [subject.split(", ") for subject in bare]
-        return [dict(known[text] for text in each) for each in parts if known.keys() >= set(each)]
+        spelled = [subject.split(", ") for subject in bare]
+        return [dict(known[text] for text in each) for each in spelled if known.keys() >= set(each)]
 
     def _try_all(self) -> None:
         for subset in self.suspects:

@@ -394,7 +394,7 @@ def _distributed_tensor(options: Options, mesh: DeviceMesh) -> Faults:
 
 
 def _argument_of_distribution(mesh: DeviceMesh) -> Interface:
-    """Return the interface of what a call leaves in its argument.
+    """Return the interface whose calls must leave their argument unchanged.
 
     See findings/distributed_tensor_overwrites_its_argument.py.
     """

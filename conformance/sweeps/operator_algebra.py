@@ -18,7 +18,7 @@ _MATRICES = "a 3 3 definite"
 
 def algebra() -> Iterator[Sample]:
     """Yield the samples; torch has all operators from 2.11 on."""
-    of_matrices: dict[str, Callable[[Tensor], Any]] = {
+    matrix_functions: dict[str, Callable[[Tensor], Any]] = {
         "cholesky": torch.linalg.cholesky,
         "inv": torch.linalg.inv,
         "pinv": torch.linalg.pinv,
@@ -34,7 +34,7 @@ def algebra() -> Iterator[Sample]:
         "qr": lambda x: torch.linalg.qr(x).R,
         "matrix_power": lambda x: torch.linalg.matrix_power(x, 2) / 64,
     }
-    for name, call in of_matrices.items():
+    for name, call in matrix_functions.items():
         yield sample(name, call, _MATRICES, exact=False)
     yield sample("solve", torch.linalg.solve, _MATRICES, "a 3 b", exact=False)
     yield sample(

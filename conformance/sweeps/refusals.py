@@ -31,7 +31,7 @@ class Refusals(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     errors: dict[str, dict[str, dict[str, int]]]
     """Errors by subject and release; of a release that is left out they are those of the one before, first none."""
 
-    def of_release(self, subject: str, version: str) -> Errors:
+    def errors_on(self, subject: str, version: str) -> Errors:
         """Return the errors of a subject on a measured release."""
         found: Errors = {}
         for each in self.versions[: self.versions.index(version) + 1]:
@@ -47,7 +47,7 @@ class Refusals(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         versions = sorted({*self.versions, version}, key=release)
         every = {
             subject: {
-                each: measured.get(subject, {}) if each == version else self.of_release(subject, each)
+                each: measured.get(subject, {}) if each == version else self.errors_on(subject, each)
                 for each in versions
             }
             for subject in sorted({*self.errors, *measured})
@@ -82,9 +82,9 @@ def excess(case: str, refused: Mapping[str, Errors], version: str) -> Iterator[t
     if known is None or not measured or release(measured[-1]) < release(version) <= TRIED[-1]:
         return
     for subject, errors in refused.items():
-        listed = known.of_release(subject, measured[-1])
+        listed = known.errors_on(subject, measured[-1])
         new = {text: number - listed.get(text, 0) for text, number in errors.items() if number > listed.get(text, 0)}
-        least = min(sum(known.of_release(subject, each).values()) for each in measured)
+        least = min(sum(known.errors_on(subject, each).values()) for each in measured)
         lost = sum(errors.values()) - least
         if new:
             yield subject, sum(new.values()), f"not refused so on torch {measured[-1]}: {', '.join(new)}"

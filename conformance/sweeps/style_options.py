@@ -68,7 +68,7 @@ def style_interfaces() -> Iterator[Interface]:
     yield _input_reshard()
 
 
-def _of_plain(given: str, size: str) -> bool:
+def _is_uneven_and_plain(given: str, size: str) -> bool:
     """Return whether plain tensors are given of a size that ranks do not share equally.
 
     With unequal ones gloo ends the process, see findings/uneven_shards_as_plain_tensors.py.
@@ -76,7 +76,7 @@ def _of_plain(given: str, size: str) -> bool:
     return given == "plain" and size != "even"
 
 
-_EVEN_IF_PLAIN = forbids("given", "size", when=_of_plain)
+_EVEN_IF_PLAIN = forbids("given", "size", when=_is_uneven_and_plain)
 
 
 # Comparison of a module with one process
@@ -89,7 +89,7 @@ class Call:
     args: Sequence[Tensor]
     kwargs: Mapping[str, Tensor]
     layouts: Sequence[Layout]
-    """Of the positional inputs, then of those by name."""
+    """Layout of each positional input, then of each that has a name."""
     is_plain: Sequence[bool]
     """True for inputs that are given as plain shards."""
 
@@ -192,7 +192,7 @@ def _prepare_input() -> Interface:
         values=_INPUTS,
         faults=partial(_prepared, has_input=True, has_output=False),
         conditions=_PREPARED,
-        rules=[_EVEN_IF_PLAIN, *_rules_of_plain("use_local_output"), *_MEANINGFUL_INPUTS],
+        rules=[_EVEN_IF_PLAIN, *_rules_for_plain("use_local_output"), *_MEANINGFUL_INPUTS],
     )
 
 
@@ -242,7 +242,7 @@ def _prepare_input_output() -> Interface:
         faults=partial(_prepared, has_input=True, has_output=True),
         given=("output_layouts",),  # those in which the module computes
         conditions=_PREPARED,
-        rules=[_EVEN_IF_PLAIN, *_rules_of_plain("use_local_input"), *_MEANINGFUL_INPUTS],
+        rules=[_EVEN_IF_PLAIN, *_rules_for_plain("use_local_input"), *_MEANINGFUL_INPUTS],
     )
 
 
@@ -256,7 +256,7 @@ _INPUTS: Mapping[str, tuple[Any, ...]] = {
 _PREPARED: Mapping[str, tuple[Any, ...]] = {"given": _GIVEN, "size": SIZES}
 
 
-def _rules_of_plain(option: str) -> list[Rule]:
+def _rules_for_plain(option: str) -> list[Rule]:
     """Return the rules for a module that computes with plain shards: of equal sizes, and all of them plain."""
     return [
         forbids(option, "size", when=lambda local, size: local and size != "even"),
@@ -356,12 +356,12 @@ def _prepared_call(
 ) -> Call:
     """Return a call of a prepared module; an input without a declared layout has the one to compute in."""
     x, y = (integers(*shape_of(options["size"], mesh, more), seed=seed) for seed in (more, more + 10))
-    texts = [inner if text == OMITTED else text for text in declared]
+    names = [inner if text == OMITTED else text for text in declared]
     if options["given"] == "otherwise":
-        texts = [_OTHERWISE[text] for text in texts]
+        names = [_OTHERWISE[text] for text in names]
     kwargs = {"y": y} if by_name else {}
     plain = [options["given"] == "plain"] * 2
-    return Call([x] if by_name else [x, y], kwargs, [layout_of(text) for text in texts], plain)
+    return Call([x] if by_name else [x, y], kwargs, [layout_of(text) for text in names], plain)
 
 
 # Styles that shard parameters
@@ -544,7 +544,7 @@ def _input_reshard() -> Interface:
 
 
 def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
-    """Compare a layer on replicated inputs of even sizes, with which alone the ranks can gather what they saved.
+    """Compare a layer on replicated inputs of even sizes, the only ones that ranks gather rightly in backward.
 
     Others end the process, see findings/input_reshard_of_uneven_rows.py.
     """

@@ -30,8 +30,8 @@ def test_releases_are_read_back_and_kept_as_changes(measured: Refusals) -> None:
         "lgamma": {"2.13": {NO_RULE: 2}, "2.15": {}},
         "prod": {"2.14": {NO_RULE: 1}},
     }
-    assert measured.of_release("lgamma", "2.14") == {NO_RULE: 2}
-    assert measured.of_release("lgamma", "2.15") == {}
+    assert measured.errors_on("lgamma", "2.14") == {NO_RULE: 2}
+    assert measured.errors_on("lgamma", "2.15") == {}
 
 
 @pytest.mark.parametrize(
