@@ -18,6 +18,7 @@ from conformance.cli import (
     list_cells,
     lock,
     predict,
+    refusals,
     reports,
     show,
     sim,
@@ -42,6 +43,7 @@ _COMMANDS = (
     explain,
     defects,
     findings,
+    refusals,
     verify,
     reports,
     versions,
@@ -61,6 +63,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   explain             the first wrong tensor or collective of a failed case
   defects             proof that laws can fail: every known fault, and its benign twin
   findings            known faults of torch and trainers, tried on what is installed
+  refusals            calls of sweeps that torch refuses, by release
   verify, diff, html, versions, site, waive, schema
                       reports: checked, compared, shown, published, and their fields
   docs                generated parts of README and docs: checked, written

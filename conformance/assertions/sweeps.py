@@ -1,15 +1,21 @@
-"""Judgement of sweeps: a wrong result fails; the number of refused calls of each subject is recorded."""
+"""Judgement of sweeps: a wrong result fails, and a call that no measured release of torch refused."""
 
 from collections.abc import Sequence
+
+import torch
 
 from conformance.assertions import compare
 from conformance.judge.measurements import measure
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
+from conformance.sweeps.refusals import REFUSED, excess
 from conformance.sweeps.trials import Swept
 
 
-def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str) -> None:
+def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str, bounded: str = "") -> None:
     """Fail on the first wrong result, and on a subject that was not tried; record how many calls each subject refused.
+
+    `bounded` is a case, `LAW/CELL`: then a subject also fails that refuses more calls, or with another error, than the
+    case did on the measured releases of torch, see `sweeps.refusals`.
 
     Raises ConformanceFailure with the fault, and RuntimeError if nothing has computed.
 
@@ -34,4 +40,16 @@ def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str) -> None:
     for subject, computed in first.computed.items():
         if not computed + first.refused.get(subject, 0) and subject not in faulty:
             cases[f"{subject}: not tried"], details[f"{subject}: not tried"] = 1, "it has neither computed nor refused"
+    if bounded:
+        _record_errors(first, unit)
+        for subject, calls, text in excess(bounded, first.errors, torch.__version__):
+            cases[f"{subject}: newly refused"], details[f"{subject}: newly refused"] = calls, text
     compare.none(cases, details=details, unit=unit)
+
+
+def _record_errors(swept: Swept, unit: str) -> None:
+    """Record each error of refused calls, and that there are no others."""
+    for subject, errors in swept.errors.items():
+        for error, calls in errors.items():
+            measure(f"{REFUSED}{subject}: refused: {error}", calls, kind="exact", unit=unit)
+    measure(f"{REFUSED}all subjects", sum(swept.refused.values()), kind="exact", unit=f"refused {unit}")

@@ -111,6 +111,7 @@ _LAWS: dict[str, Where] = {
     "MP-6": _TRIAL,
     "OFF-3": _TRIAL,
     "OPT-3": _TRIAL,
+    "OPT-4": _TRIAL,
     "PP-2": Where(("order", "memory", "finding"), "stage and micro-batch whose activations are held, and the action"),
     "PP-5": _TENSOR,
     "STREAM-3": _TENSOR,

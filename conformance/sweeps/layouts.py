@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 Layout = tuple[Placement, ...]
 """Placement for each dimension of the mesh."""
@@ -74,6 +76,16 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
     """Return True if a tensor has the expected shape, and each rank a shard or all of it, without pending sums."""
     return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
+
+
+def strided_layout(mesh: DeviceMesh) -> Layout:
+    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
+    assert mesh.mesh_dim_names is not None
+    dp, tp = mesh.mesh_dim_names
+    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
+    fully_shard(linear, mesh=mesh[dp])
+    assert isinstance(linear.weight, DTensor)
+    return tuple(linear.weight.placements)
 
 
 def varied(like: Tensor) -> Tensor:

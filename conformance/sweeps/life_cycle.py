@@ -34,7 +34,7 @@ from conformance.sweeps.call_sequences import (
 )
 from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
-from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Trials, Wrong
+from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Trials, Wrong, spelled_error
 from reference_trainer.mesh import fsdp_mesh
 
 SEQUENCES = {2: 30, 4: 100}
@@ -228,7 +228,8 @@ class LifeSweep:
         subject, faults = text_of(calls), dict(ended.faults)
         if ended.end is End.ERROR and may_be_refused(calls):
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
-            self._swept.reasons[subject] = f"{ended.error!r:.200}"
+            assert ended.error is not None
+            self._swept.errors[subject] = {spelled_error(ended.error): 1}
         elif ended.end is End.ERROR:
             faults = {REFUSAL: f"{ended.error!r:.200}"}
         for fault, text in faults.items():

@@ -12,13 +12,24 @@ import torch
 from torch import Tensor
 
 Domain = Literal[
-    "integers", "positive", "unit", "distinct", "bool", "rows", "signs", "distribution", "labels", "places"
+    "integers",
+    "positive",
+    "unit",
+    "distinct",
+    "bool",
+    "rows",
+    "signs",
+    "distribution",
+    "labels",
+    "places",
+    "definite",
 ]
 """Numbers of an argument.
 
 `integers`: -4 to 4. `positive`: 1 to 4. `unit`: eighths between 0 and 1. `distinct`: no two are equal. `rows`: integers
 from 0 to 2, which index any dimension of three. `signs`: -1 and 1. `distribution`: positive, and sums over the last
-dimension are 1. `labels`: integers from 0 to 3. `places`: 0 to 2 in another order, by which rows are written once."""
+dimension are 1. `labels`: integers from 0 to 3. `places`: 0 to 2 in another order, by which rows are written once.
+`definite`: symmetric matrices of the last two dimensions, whose diagonal is at least twice the sum of their rows."""
 Size = Literal["even", "uneven", "empty"]
 """Shards of the dimensions that have letters: equal, of different sizes, or not for every rank."""
 
@@ -69,6 +80,9 @@ class Argument:
             case "distinct":
                 count = torch.Size(shape).numel()
                 return (torch.randperm(count, generator=generator) - count // 2).reshape(shape).to(dtype)
+            case "definite":
+                numbers = sampled(-4, 5)
+                return (numbers + numbers.mT + 32 * torch.eye(shape[-1], dtype=torch.int64)).to(dtype)
             case "positive":
                 return sampled(1, 5).to(dtype)
             case "unit":

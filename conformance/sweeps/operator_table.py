@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from conformance.sweeps.operator_algebra import algebra
 from conformance.sweeps.operator_samples import Argument, Sample, indices, operators, sample
 from conformance.sweeps.operator_writes import writes
 
@@ -34,6 +35,7 @@ def samples() -> list[Sample]:
         *_normalisations(),
         *losses(),
         *writes(),
+        *algebra(),
     ]
 
 

@@ -6,25 +6,26 @@ version adds is tried without a change here.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.optim import Optimizer
 
+from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
-from conformance.sweeps.trials import Swept, Trials, select_samples
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.interface_sweep import forbids
+from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_layout
+from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
 
 STEPS = 3
 """Number of steps that each sample takes: the second is the first with state, the third the first that was updated."""
@@ -225,6 +226,43 @@ def sweep(rank: RankWorld) -> Swept:
     return trials.swept
 
 
+@experiment(needs=Needs.SHARDING)
+def pair_sweep(rank: RankWorld) -> Swept:
+    """Step with any two options of each optimizer together, and each implementation, on even rows.
+
+    Options that plain tensors refuse together count as refused.
+    """
+    trials, total = Trials(rank.mesh), Swept()
+    [setting] = [each for each in settings_of(trials.mesh) if each.kind == "even rows"]
+    names = {subject.partition("(")[0] for subject in rank.subjects}
+    for make in select_samples(optimizers(), lambda make: make.__name__, restricted_to=names):
+        options: dict[str, tuple[Any, ...]] = dict.fromkeys(_options_of(make), (False, True))
+        options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
+        ended = partial(_ended_with, trials, setting, make)
+        total.add(CoveringSweep(options, ended, make.__name__, 2, _rules_of(options)).swept(rank.subjects))
+    return total
+
+
+def _rules_of(options: Collection[str]) -> list[Rule]:
+    """Return the rule of LBFGS: the loss has no maximum, towards which a line search ends anywhere."""
+    pair = ("line_search_fn", "maximize")
+    return [forbids(*pair, when=lambda search, maximize: search and maximize)] if {*pair} <= {*options} else []
+
+
+def _ended_with(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
+    """Step with the options of a row on all ranks; return how it ended."""
+    chosen = {
+        name: value for option, values in _options_of(make).items() if row[option] for name, value in values.items()
+    }
+    switch = {} if row["implementation"] == "default" else {row["implementation"]: True}
+    sample = OptimizerSample(
+        make.__name__, make, _USUAL.get(make.__name__, {"lr": _LR}) | switch | chosen, is_usual=False
+    )
+    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
+    numbers = Numbers.of(shapes, sample, trials.mesh.size(trials.mesh.ndim - 1))
+    return trials.ended(lambda mesh: _faults(sample, setting, numbers, stepped(sample, numbers), mesh))
+
+
 def settings_of(mesh: DeviceMesh) -> list[Setting]:
     """Return the settings that a mesh is there for.
 
@@ -235,7 +273,7 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
     size = mesh.size(mesh.ndim - 1)
     if mesh.ndim == 2:
         norm = (Shard(0), Replicate())
-        layouts = [_strided(mesh), (Shard(0), Shard(1)), norm]
+        layouts = [strided_layout(mesh), (Shard(0), Shard(1)), norm]
         norms, pending, hsdp = [norm] * 2, [(Shard(0), Partial("sum"))] * 2, [(Replicate(), Shard(0))] * 2
         return [
             Setting("FSDP and TP", [(4 * size, 3), (2 * size + 1, 2 * size), (5,)], layouts, layouts),
@@ -252,16 +290,6 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
         Setting("rows on some ranks", [(1, 4), (size - 1,)], rows, rows),
         Setting("replicated gradients", uneven, rows, replicas),
     ]
-
-
-def _strided(mesh: DeviceMesh) -> Layout:
-    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
-    assert mesh.mesh_dim_names is not None
-    dp, tp = mesh.mesh_dim_names
-    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
-    fully_shard(linear, mesh=mesh[dp])
-    assert isinstance(linear.weight, DTensor)
-    return tuple(linear.weight.placements)
 
 
 def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:

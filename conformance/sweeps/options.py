@@ -22,8 +22,8 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.fsdp_net import WIDTH, Net, fsdp_modules
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.option_rows import Options, RowSweep
-from conformance.sweeps.trials import Swept, Trials
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.trials import Ended, Swept, Trials
 from reference_trainer.mesh import fsdp_mesh
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -292,22 +292,17 @@ SUSPECTS: tuple[Options, ...] = (
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
     """Train with every three values of different options, except refused ones."""
-    return OptionSweep(rank).swept()
+    return option_sweep(rank).swept(rank.subjects)
 
 
-class OptionSweep(RowSweep):
-    """Rows of FSDP2's options that all ranks try, on the mesh that each names."""
+def option_sweep(rank: RankWorld) -> CoveringSweep:
+    """Return the sweep of all options on the ranks of a world."""
+    trials = meshes_of(rank)
 
-    def __init__(self, rank: RankWorld) -> None:
-        trials = meshes_of(rank)
-        super().__init__(
-            OPTIONS,
-            lambda options: trials[options["mesh"]].ended(partial(differences, rank, options)),
-            rank=rank.rank,
-            named=rank.subjects,
-            suspects=SUSPECTS,
-            strength=3,
-        )
+    def ended(options: Options) -> Ended:
+        return trials[options["mesh"]].ended(partial(differences, rank, options))
+
+    return CoveringSweep(OPTIONS, ended, suspects=SUSPECTS)
 
 
 def meshes_of(rank: RankWorld) -> dict[str, Trials]:

@@ -23,8 +23,8 @@ from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
 from conformance.sweeps.layouts import distributed, placed_shard
-from conformance.sweeps.option_rows import Options, RowSweep
 from conformance.sweeps.pipeline_stages import (
     Batch,
     Layout,
@@ -426,10 +426,10 @@ SUSPECTS: tuple[Options, ...] = (
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
     """Call every schedule with any two values of its options, except refused ones."""
-    return sweep_on(_mesh_of(rank), rank.rank, rank.subjects)
+    return sweep_on(_mesh_of(rank), rank.subjects)
 
 
-def sweep_on(mesh: DeviceMesh, rank: int, subjects: Collection[str]) -> Swept:
+def sweep_on(mesh: DeviceMesh, subjects: Collection[str]) -> Swept:
     """Return the outcome of all rows, or of those that subjects name, on a mesh of pipeline and replicas."""
     trials = Trials(mesh)
     options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "second_dim": ("none",)}
@@ -441,16 +441,8 @@ def sweep_on(mesh: DeviceMesh, rank: int, subjects: Collection[str]) -> Swept:
         return found
 
     suspects = [suspect for suspect in SUSPECTS if suspect.get("second_dim", "none") in options["second_dim"]]
-    return RowSweep(
-        options,
-        ended,
-        rank=rank,
-        named=subjects,
-        suspects=suspects,
-        strength=2,
-        rules=RULES,
-        refusals=REFUSALS,
-    ).swept()
+    sweep = CoveringSweep(options, ended, strength=2, rules=RULES, suspects=suspects, refusals=REFUSALS)
+    return sweep.swept(subjects)
 
 
 def _mesh_of(rank: RankWorld) -> DeviceMesh:

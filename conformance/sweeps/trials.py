@@ -38,6 +38,10 @@ _WAITED = re.compile(
 )
 """Errors of a rank that has waited for another one, as gloo and the store of a process group word them."""
 
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+|DeviceMesh\(.*")
+_MAX_ERROR = 72
+"""Length of the text of an error, which tells errors of one class apart."""
+
 Sample = TypeVar("Sample")
 Expected = TypeVar("Expected")
 
@@ -77,13 +81,22 @@ class Swept(msgspec.Struct, kw_only=True):
     """Number of all cases by outcome; a case that ranks end differently is wrong. Equal on all ranks."""
     computed: dict[str, int] = {}
     refused: dict[str, int] = {}
-    reasons: dict[str, str] = {}
-    """Case and error of a subject's first refusal."""
+    errors: dict[str, dict[str, int]] = {}
+    """Errors of refused cases by subject, see `spelled_error`, each with the number of its cases."""
     wrong: list[Wrong] = []
 
     def count(self, outcome: SweptOutcome) -> None:
         """Count a case."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def add(self, other: "Swept") -> None:
+        """Add the cases of another sweep, whose subjects are others."""
+        for outcome, cases in other.outcomes.items():
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + cases
+        self.computed.update(other.computed)
+        self.refused.update(other.refused)
+        self.errors.update(other.errors)
+        self.wrong.extend(other.wrong)
 
 
 class End(IntEnum):
@@ -118,6 +131,8 @@ class Trials:
     """Trials on a mesh of the shape of another one, whose process groups serve no trial."""
 
     shape_of: DeviceMesh
+    mesh: DeviceMesh = field(init=False)
+    """Mesh of the next trial."""
     _swept: Swept = field(default_factory=Swept)
     _found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
 
@@ -148,7 +163,9 @@ class Trials:
         self._swept.count(ended.outcome)
         if ended.end is End.ERROR:
             self._swept.refused[subject] += 1
-            self._swept.reasons.setdefault(subject, f"{case}: {ended.error!r:.200}")
+            assert ended.error is not None
+            errors, text = self._swept.errors.setdefault(subject, {}), spelled_error(ended.error)
+            errors[text] = errors.get(text, 0) + 1
             return True
         self._swept.computed[subject] += ended.end is not None
         self._note(subject, kind, case, ended.faults)
@@ -206,6 +223,17 @@ class Trials:
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.shape_of.device_type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.shape_of.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def spelled_error(error: Exception) -> str:
+    """Return the class of an error and the beginning of its first line, without numbers and objects that vary.
+
+    >>> spelled_error(RuntimeError("shape '[6, 4]' is invalid for input of size 20"))
+    "RuntimeError: shape '[#, #]' is invalid for input of size #"
+    """
+    lines = str(error).strip().splitlines()
+    text = _VARYING.sub("#", lines[0] if lines else "")
+    return f"{type(error).__name__}: {text:.{_MAX_ERROR}}"
 
 
 def _called(call: Call, mesh: DeviceMesh) -> tuple[Exception | None, Mapping[str, str]]:

@@ -7,6 +7,7 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as record
 from conformance.plan.cells import Cell
 from conformance.sweeps.dtensor import operate, redistribute
+from conformance.sweeps.dtensor_interface import sweep as interface_sweep
 from conformance.sweeps.operator_sweep import sweep
 
 DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
@@ -56,7 +57,24 @@ def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None
     """An operator on DTensors MUST give the results, gradients and in-place changes that it gives on full tensors, in
     every layout, for even and uneven shards, or refuse on all ranks.
 
-    How often an operator refuses is recorded, without a bound: it shows when a version refuses a call that another
-    computed.
+    An operator may refuse no call that a release of torch has computed before, and none with another error than was
+    measured.
     """
-    require_no_wrong_result(measure(sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(sweep, cell), unit="layouts", bounded=f"DT-3/{cell.id}")
+
+
+@law(
+    "DT-4",
+    where="id in (dp2-fp32-default-meta-even, dp4-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    reference=DTENSOR,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_dtensor_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any two options of `redistribute`, `from_local`, `to_local`, `full_tensor`, `distribute_tensor`,
+    `distribute_module` and the factories of DTensors, on more than two ranks any three, MUST give the tensors and the
+    gradients that full tensors have, in the documented dtypes and layouts, or refuse on all ranks.
+
+    Also with ranks that hold other numbers than the source rank, and where numbers show in which dtype ranks add.
+    """
+    require_no_wrong_result(measure(interface_sweep, cell), unit="calls", bounded=f"DT-4/{cell.id}")

@@ -13,7 +13,7 @@ from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
-from conformance.sweeps.optimizers import sweep
+from conformance.sweeps.optimizers import pair_sweep, sweep
 
 OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
@@ -80,10 +80,24 @@ def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell:
     """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors of every layout the
     parameters and the state that it leaves on full plain tensors after several steps, or refuse on all ranks.
 
-    In every bit where an element depends on no other, else within a derived bound. How often an optimizer refuses is
-    recorded, without a bound.
+    In every bit where an element depends on no other, else within a derived bound. Refusals are bounded as
+    in DT-3.
     """
-    require_no_wrong_result(measure(sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(sweep, cell), unit="layouts", bounded=f"OPT-3/{cell.id}")
+
+
+@law(
+    "OPT-4",
+    where="id = dp2-fp32-default-meta-even",
+    reference=OPTIM,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_options_of_optimizers_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any two options of an optimizer together, with each implementation, MUST leave on DTensors the parameters and the
+    state that they leave on full plain tensors after several steps, or refuse on all ranks.
+    """
+    require_no_wrong_result(measure(pair_sweep, cell), unit="options", bounded=f"OPT-4/{cell.id}")
 
 
 def _steps_taken_before(run: Run, cell: Cell) -> int:

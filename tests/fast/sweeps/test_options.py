@@ -11,14 +11,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from conformance.sweeps import options as options_module
-from conformance.sweeps.option_rows import Options, RowSweep
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
 from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
     OPTIONS,
-    OptionSweep,
     SmallNet,
     inputs_of,
+    option_sweep,
     samples_of,
 )
 from conformance.sweeps.trials import REFUSAL, End, Ended, Swept
@@ -100,19 +100,18 @@ def test_the_gradient_of_an_ignored_parameter_is_told_from_the_mean_over_ranks()
     assert any(not torch.equal(grad, grads[0]) for grad in grads if grad is not None and grads[0] is not None)
 
 
-def sweep_where(
-    end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch, *subjects: str
-) -> OptionSweep:
-    """Return a sweep whose trainings end as a function of their options says."""
+def sweep_where(end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch, *subjects: str) -> Swept:
+    """Return the outcome of a sweep whose trainings end as a function of their options says."""
 
     def ended(call: Any) -> Ended:
         end = end_of(call.args[1])
-        return Ended(end, None, {} if end in (End.RIGHT, End.ERROR) else {"result": "wrong"})
+        error = RuntimeError("no") if end is End.ERROR else None
+        return Ended(end, error, {} if end in (End.RIGHT, End.ERROR) else {"result": "wrong"})
 
     monkeypatch.setattr(
         options_module, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
     )
-    return OptionSweep(cast("Any", SimpleNamespace(rank=0, subjects=frozenset(subjects))))
+    return option_sweep(cast("Any", SimpleNamespace())).swept(subjects)
 
 
 @pytest.mark.usefixtures("mesh")
@@ -126,7 +125,7 @@ def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it
             else End.RIGHT
         )
 
-    wrong = {each.subject for each in sweep_where(end_of, monkeypatch).swept().wrong}
+    wrong = {each.subject for each in sweep_where(end_of, monkeypatch).wrong}
     assert wrong == {
         f"offload_policy=True, gradient_sync={value}, forwards_per_step=2" for value in ("each", "all-reduce-last")
     }
@@ -142,7 +141,7 @@ def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.Mo
         seen.append(options)
         return End.RIGHT
 
-    swept = sweep_where(end_of, monkeypatch).swept()
+    swept = sweep_where(end_of, monkeypatch)
     assert swept.refused == {"groups=root alone, frozen=True": 1}
     assert not swept.wrong
     assert any(row["frozen"] and row["load_state_dict"] and row["offload_policy"] for row in seen)
@@ -151,7 +150,7 @@ def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("mesh")
 def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    swept = sweep_where(lambda _: End.WRONG, monkeypatch).swept()
+    swept = sweep_where(lambda _: End.WRONG, monkeypatch)
     assert swept.computed["options"] == 0
     assert "no option" in {each.subject for each in swept.wrong}
     assert DEFAULTS["reshard_after_forward"] is True
@@ -162,7 +161,7 @@ def test_what_no_part_shows_alone_is_reported_as_a_whole_row(monkeypatch: pytest
     def end_of(options: Options) -> End:
         return End.WRONG if sum(options[name] != default for name, default in DEFAULTS.items()) > 20 else End.RIGHT
 
-    swept = sweep_where(end_of, monkeypatch).swept()
+    swept = sweep_where(end_of, monkeypatch)
     assert all(each.subject.count(",") >= 20 for each in swept.wrong)
 
 
@@ -174,10 +173,10 @@ def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: 
         seen.append(options)
         return End.WRONG if options["offload_policy"] else End.RIGHT
 
-    swept = sweep_where(end_of, monkeypatch, "offload_policy=True, gradient_divide_factor=8.0", "Muon").swept()
+    swept = sweep_where(end_of, monkeypatch, "offload_policy=True, gradient_divide_factor=8.0", "Muon")
     assert seen == [DEFAULTS, {**DEFAULTS, "offload_policy": True, "gradient_divide_factor": 8.0}]
     assert [each.subject for each in swept.wrong] == ["offload_policy=True, gradient_divide_factor=8.0"]
-    assert sweep_where(end_of, monkeypatch, "Muon").swept().computed["options"] > 1
+    assert sweep_where(end_of, monkeypatch, "Muon").computed["options"] > 1
 
 
 def test_a_refusal_that_is_not_known_is_a_fault() -> None:
@@ -187,10 +186,8 @@ def test_a_refusal_that_is_not_known_is_a_fault() -> None:
             return Ended(End.ERROR if error else End.RIGHT, error, {})
 
         options = {"first": (0, 1), "second": (0, 1)}
-        suspects = [{"first": 1}]
-        return RowSweep(
-            options, ended, rank=0, named=["first=1"], suspects=suspects, strength=1, refusals=refusals
-        ).swept()
+        sweep = CoveringSweep(options, ended, strength=1, suspects=[{"first": 1}], refusals=refusals)
+        return sweep.swept(["first=1"])
 
     assert swept(None).refused == swept([{"first": 1}]).refused == {"first=1": 1}
     (wrong,) = swept([{"second": 1}]).wrong

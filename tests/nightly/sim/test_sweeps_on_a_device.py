@@ -86,7 +86,7 @@ def test_a_sweep_computes_what_it_computes_on_the_cpu(
         return
     on_sim, on_cpu = (swept(pools, experiment, mesh, subjects, accelerator) for accelerator in ("sim", "cpu"))
     assert on_sim.computed == on_cpu.computed
-    assert on_sim.refused == on_cpu.refused, on_sim.reasons
+    assert on_sim.refused == on_cpu.refused, on_sim.errors
     assert on_sim.wrong == on_cpu.wrong
     assert on_sim.outcomes.get("right", 0) > sum(on_sim.refused.values())
 

@@ -1,0 +1,51 @@
+"""Faults of options of DTensor's interface, of parallel styles and of optimizers, which show with certain values."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from conformance.defects.injection import Call, defect, instead_of
+
+_CELL = "id = dp2-fp32-default-meta-even"
+_STYLE = "torch.distributed.tensor.parallel.style"
+
+
+@defect("DT-4", _CELL, "pytorch/pytorch/pull/182032", subjects=("DTensor.redistribute, dtype of sums",))
+@instead_of("torch.distributed.tensor._redistribute", "_redistribute_backward")
+def backward_dtype_ignored(benign: bool, original: Call, gradient: DTensor, spec: Any, **options: Any) -> Any:
+    """Backward of `redistribute` reduces gradients in their own dtype, and ignores `backward_dtype`."""
+    return original(gradient, spec, **options if benign else {**options, "op_dtype": gradient.dtype})
+
+
+@defect("DT-4", _CELL, "pytorch/pytorch/pull/143883", subjects=("distribute_tensor",))
+@instead_of("torch.distributed.tensor.placement_types:Shard", "_shard_tensor")
+def source_rank_ignored(
+    benign: bool, original: Call, placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int, source: int | None = 0
+) -> Tensor:
+    """distribute_tensor scatters the numbers of the first rank, and ignores `src_data_rank`."""
+    result: Tensor = original(placement, tensor, mesh, mesh_dim, source if benign else 0)
+    return result
+
+
+@defect("TP-3", _CELL, "pytorch/pytorch/issues/128365", subjects=("PrepareModuleInput",))
+@instead_of(f"{_STYLE}:PrepareModuleInput", "_prepare_input_kwarg_fn")
+def named_inputs_keep_layout(
+    benign: bool, original: Call, style: Any, inputs: Any, kwargs: dict[str, Any], mesh: Any
+) -> Any:
+    """PrepareModuleInput leaves DTensors that are given by name in the layout that they have."""
+    args, prepared = original(style, inputs, kwargs, mesh)
+    if benign:
+        return args, prepared
+    return args, {name: x if isinstance(x, DTensor) else prepared[name] for name, x in kwargs.items()}
+
+
+@defect("OPT-4", _CELL, "pytorch/pytorch/issues/109992", subjects=("AdamW",))
+@instead_of("torch.optim.adam", "_single_tensor_adam")
+def maximize_lost_with_amsgrad(
+    benign: bool, original: Call, parameters: list[Tensor], *lists: Any, **options: Any
+) -> None:
+    """AdamW with `amsgrad` minimises sharded parameters although `maximize` is set."""
+    if not benign and options["amsgrad"] and isinstance(parameters[0], DTensor):
+        options["maximize"] = False
+    original(parameters, *lists, **options)
