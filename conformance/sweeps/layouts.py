@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 Layout = tuple[Placement, ...]
 """Placement for each dimension of the mesh."""
@@ -21,9 +23,24 @@ def distributed(full: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return DTensor.from_local(shard, mesh, layout, run_check=False, shape=full.shape, stride=full.stride())
 
 
+def is_member(mesh: DeviceMesh) -> bool:
+    """Return whether this rank is on a mesh."""
+    return mesh.get_coordinate() is not None
+
+
 def placed_shard(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     """Return this rank's shard as a plain tensor on the device of the mesh."""
     return shard_of(full, mesh, layout).contiguous().to(mesh.device_type)
+
+
+def strided_rows(mesh: DeviceMesh) -> Layout:
+    """Return the layout that FSDP gives, on a mesh with names, to a weight that tensor parallelism shards by rows."""
+    assert mesh.mesh_dim_names is not None
+    dp, tp = mesh.mesh_dim_names
+    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
+    fully_shard(linear, mesh=mesh[dp])
+    assert isinstance(linear.weight, DTensor)
+    return tuple(linear.weight.placements)
 
 
 def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:

@@ -13,17 +13,15 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.optim import Optimizer
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
+from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
 from conformance.sweeps.trials import Swept, Trials, select_samples
 
 STEPS = 3
@@ -235,7 +233,7 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
     size = mesh.size(mesh.ndim - 1)
     if mesh.ndim == 2:
         norm = (Shard(0), Replicate())
-        layouts = [_strided(mesh), (Shard(0), Shard(1)), norm]
+        layouts = [strided_rows(mesh), (Shard(0), Shard(1)), norm]
         norms, pending, hsdp = [norm] * 2, [(Shard(0), Partial("sum"))] * 2, [(Replicate(), Shard(0))] * 2
         return [
             Setting("FSDP and TP", [(4 * size, 3), (2 * size + 1, 2 * size), (5,)], layouts, layouts),
@@ -252,16 +250,6 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
         Setting("rows on some ranks", [(1, 4), (size - 1,)], rows, rows),
         Setting("replicated gradients", uneven, rows, replicas),
     ]
-
-
-def _strided(mesh: DeviceMesh) -> Layout:
-    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
-    assert mesh.mesh_dim_names is not None
-    dp, tp = mesh.mesh_dim_names
-    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
-    fully_shard(linear, mesh=mesh[dp])
-    assert isinstance(linear.weight, DTensor)
-    return tuple(linear.weight.placements)
 
 
 def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:
