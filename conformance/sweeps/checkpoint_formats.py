@@ -144,7 +144,8 @@ class Case:
         )
         if not self._options["save_distributed"]:
             if dist.get_rank() == 0:
-                save(dict(state), storage_writer=writer, no_dist=True)
+                function = async_save if self._options["saved by"] == "async_save" else save
+                finish(function(dict(state), storage_writer=writer, no_dist=True))
             return
         if self._options["saved by"] == "save":
             save(dict(state), storage_writer=writer, process_group=self._group)
