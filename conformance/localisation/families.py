@@ -95,6 +95,7 @@ _FAMILIES: dict[str, Where] = {
 _LAWS: dict[str, Where] = {
     "CKPT-4": _TRIAL,
     "CKPT-5": _TRIAL,
+    **{f"CKPT-{number}": _TRIAL for number in range(6, 11)},
     "CLIP-3": _TRIAL,
     "CLIP-4": _TRIAL,
     "CLIP-5": _SCHEDULE,

@@ -18,6 +18,8 @@ from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Wrong, spelled
 
 Options = Mapping[str, Any]
 """Values of options by name."""
+Axes = Mapping[str, Sequence[Any]]
+"""Values of each option; the first is the default."""
 
 NO_OPTION = "no option"
 """Subject of a row in which all options have their defaults."""
@@ -32,7 +34,7 @@ class CoveringSweep:
     A row with two options that refuse each other proves nothing about the rest: new rows try those.
     """
 
-    options: Mapping[str, tuple[Any, ...]]
+    options: Axes
     """Values of each option; the first is the default."""
     ended: Callable[[Options], Ended]
     """Function that tries a row on all ranks; a collective."""
@@ -178,6 +180,15 @@ class CoveringSweep:
 
     def _ended(self, subset: Options) -> Ended:
         return self.ended({**self.defaults, **subset})
+
+
+def forbids(*axes: str, when: Callable[..., bool]) -> Rule:
+    """Return a rule that forbids the values of axes for which a function of these values returns True."""
+    return Rule(axes, partial(_is_forbidden, axes=axes, when=when))
+
+
+def _is_forbidden(row: Options, axes: tuple[str, ...], when: Callable[..., bool]) -> bool:
+    return when(*(row[axis] for axis in axes))
 
 
 def _spelled(option: str, value: Any) -> str:

@@ -17,14 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import Options
+from conformance.sweeps.covering_sweep import Options, forbids
 from conformance.sweeps.interface_sweep import (
     DTYPES,
     OMITTED,
     SIZES,
     Faults,
     Interface,
-    forbids,
     integers,
     layout_of,
     layouts,
@@ -38,7 +37,7 @@ from conformance.sweeps.layouts import (
     placed_shard,
     shard_of,
     spelled,
-    strided_layout,
+    strided_rows,
     varied,
 )
 from conformance.sweeps.trials import Swept, Trials
@@ -72,7 +71,7 @@ def interfaces(mesh: DeviceMesh) -> Iterator[Interface]:
 def _source(options: Options, mesh: DeviceMesh, full: Tensor) -> DTensor:
     """Return the tensor in the source layout; a strided one has as many rows as ranks can share equally."""
     if options["source"] == _STRIDED:
-        return distributed(full, mesh, strided_layout(mesh))
+        return distributed(full, mesh, strided_rows(mesh))
     return distributed(full, mesh, layout_of(options["source"]))
 
 

@@ -7,7 +7,6 @@ here, one that it lacks is left out, and any other parameter without values is a
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +95,6 @@ def swept_interfaces(interfaces: Iterable[Interface], rank: RankWorld, trials: T
 def _names(subjects: Iterable[str]) -> set[str]:
     """Return the names of interfaces in subjects, which may spell options, too."""
     return {subject.partition("(")[0] for subject in subjects}
-
-
-def forbids(*axes: str, when: Callable[..., bool]) -> Rule:
-    """Return a rule that forbids the values of axes for which a function of these values returns True."""
-    return Rule(axes, partial(_is_forbidden, axes=axes, when=when))
-
-
-def _is_forbidden(row: Options, axes: tuple[str, ...], when: Callable[..., bool]) -> bool:
-    return when(*(row[axis] for axis in axes))
 
 
 def layouts(ndim: int, names: Iterable[str]) -> tuple[str, ...]:

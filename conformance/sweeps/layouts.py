@@ -23,9 +23,24 @@ def distributed(full: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return DTensor.from_local(shard, mesh, layout, run_check=False, shape=full.shape, stride=full.stride())
 
 
+def is_member(mesh: DeviceMesh) -> bool:
+    """Return whether this rank is on a mesh."""
+    return mesh.get_coordinate() is not None
+
+
 def placed_shard(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     """Return this rank's shard as a plain tensor on the device of the mesh."""
     return shard_of(full, mesh, layout).contiguous().to(mesh.device_type)
+
+
+def strided_rows(mesh: DeviceMesh) -> Layout:
+    """Return the layout that FSDP gives, on a mesh with names, to a weight that tensor parallelism shards by rows."""
+    assert mesh.mesh_dim_names is not None
+    dp, tp = mesh.mesh_dim_names
+    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
+    fully_shard(linear, mesh=mesh[dp])
+    assert isinstance(linear.weight, DTensor)
+    return tuple(linear.weight.placements)
 
 
 def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
@@ -76,16 +91,6 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
     """Return True if a tensor has the expected shape, and each rank a shard or all of it, without pending sums."""
     return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
-
-
-def strided_layout(mesh: DeviceMesh) -> Layout:
-    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
-    assert mesh.mesh_dim_names is not None
-    dp, tp = mesh.mesh_dim_names
-    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
-    fully_shard(linear, mesh=mesh[dp])
-    assert isinstance(linear.weight, DTensor)
-    return tuple(linear.weight.placements)
 
 
 def varied(like: Tensor) -> Tensor:

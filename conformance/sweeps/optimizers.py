@@ -22,9 +22,8 @@ from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options
-from conformance.sweeps.interface_sweep import forbids
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_layout
+from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids
+from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
 from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
 
 STEPS = 3
@@ -273,7 +272,7 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
     size = mesh.size(mesh.ndim - 1)
     if mesh.ndim == 2:
         norm = (Shard(0), Replicate())
-        layouts = [strided_layout(mesh), (Shard(0), Shard(1)), norm]
+        layouts = [strided_rows(mesh), (Shard(0), Shard(1)), norm]
         norms, pending, hsdp = [norm] * 2, [(Shard(0), Partial("sum"))] * 2, [(Replicate(), Shard(0))] * 2
         return [
             Setting("FSDP and TP", [(4 * size, 3), (2 * size + 1, 2 * size), (5,)], layouts, layouts),

@@ -20,13 +20,12 @@ from torch.distributed.tensor.parallel.input_reshard import input_reshard
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import Options
+from conformance.sweeps.covering_sweep import Options, forbids
 from conformance.sweeps.interface_sweep import (
     OMITTED,
     SIZES,
     Faults,
     Interface,
-    forbids,
     integers,
     layout_of,
     shape_of,

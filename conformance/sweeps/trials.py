@@ -154,12 +154,12 @@ class Trials:
         self._swept.computed.setdefault(subject, 0)
         self._swept.refused.setdefault(subject, 0)
 
-    def attempt(self, subject: str, kind: str, case: str, call: Call) -> bool:
+    def attempt(self, subject: str, kind: str, case: str, call: Call, *, may_refuse: bool = True) -> bool:
         """Try a case, unless an earlier one of its kind left ranks waiting; return True if all ranks ended equally."""
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
             return False
-        ended = self.ended(call)
+        ended = self.ended(call, may_refuse=may_refuse)
         self._swept.count(ended.outcome)
         if ended.end is End.ERROR:
             self._swept.refused[subject] += 1
@@ -185,11 +185,16 @@ class Trials:
             self._note(subject, kind, "no shards", {WITHOUT_EXPECTATION: f"{error!r:.150}"})
             return None
 
-    def ended(self, call: Call) -> Ended:
-        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end."""
+    def ended(self, call: Call, *, may_refuse: bool = True) -> Ended:
+        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end.
+
+        An error on all ranks is a fault unless the call may refuse.
+        """
         for _ in _WAIT_LIMITS_S:
             error, faults = _called(call, self.mesh)
             ends = _ends(error, faults)
+            if set(ends) == {End.ERROR} and not may_refuse:
+                return Ended(End.WRONG, error, {REFUSAL: f"{error!r:.300}"})
             if set(ends) <= {End.RIGHT, End.WRONG} or set(ends) == {End.ERROR}:
                 return Ended(max(ends), error, faults)
             self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])

@@ -49,6 +49,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/held_storages.py": "nothing public tells whether a storage is alive without keeping it so",
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
+    "conformance/sweeps/checkpoint_extension.py": "an option takes extensions, whose classes have no public name",
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
     "conformance/sim/device.py": "a device module has no public way in; an error names it if it is gone",
     "conformance/sim_runs/fidelity/probes/operators.py": "FSDP2's norms of lists have no public name; a probe fails",

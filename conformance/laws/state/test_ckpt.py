@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, is_emulated, run_before_save, without_checkpoint
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.state_dicts import take_state_dict_before_training, use_state_dicts
 from conformance.instruments.facts import OptimizerGroup
 from conformance.judge.law import law
@@ -14,6 +15,13 @@ from conformance.judge.measurements import measure as report
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
+from conformance.sweeps import (
+    checkpoint_failures,
+    checkpoint_formats,
+    checkpoint_layouts,
+    checkpoint_options,
+    checkpoint_storage,
+)
 
 CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 STATE_DICT = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict.StateDictOptions"
@@ -98,6 +106,87 @@ def test_get_state_dict_before_the_first_step_changes_nothing(measure: Measure, 
     for kind, values in sorted(wrong.items()):
         report(f"{kind} that differ", values, kind="exact", lower=0, upper=0, unit="values of all ranks")
     compare.count(sum(wrong.values()), name="values that differ", expected=0, detail=str(wrong), unit="values")
+
+
+@law(
+    "CKPT-6",
+    where="id in (dp2-fp32-default-meta-integer, dp4-fp32-default-meta)",
+    reference=CHECKPOINT,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_a_checkpoint_of_any_layout_is_loaded_in_any_other(measure: Measure, cell: Cell) -> None:
+    """A checkpoint of tensors that are sharded along any dimensions of any mesh MUST be loaded, in every bit, on more,
+    fewer or other ranks, in any other layout and as plain tensors.
+
+    Also if some ranks hold nothing, for uneven shards and those without elements, and a second time into the same
+    tensors.
+    """
+    require_no_wrong_result(measure(checkpoint_layouts.sweep, cell), unit="loads")
+
+
+@law(
+    "CKPT-7",
+    where="id in (dp2-fp32-default-meta, dp4-fp32-default-meta)",
+    reference=CHECKPOINT,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_options_of_saving_and_loading_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """The second and the third checkpoint of a run MUST hold the values at their calls, in every bit, with any
+    options of functions, writers, planners and stagers, while tensors change, one grows and one is added.
+
+    A partial load leaves what the checkpoint lacks as it was. Options that torch refuses on all ranks are listed in
+    conformance/sweeps/checkpoint_storage.py; any other error is a fault.
+    """
+    require_no_wrong_result(measure(checkpoint_storage.sweep, cell), unit="runs")
+
+
+@law(
+    "CKPT-8",
+    where="id in (dp2-fp32-default-meta, dp4-fp32-default-meta)",
+    reference=CHECKPOINT,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_checkpoints_in_other_formats_hold_the_same_values(measure: Measure, cell: Cell) -> None:
+    """Files of safetensors and of `torch.save` that are written or read by torch.distributed.checkpoint MUST hold the
+    values at their calls, in every bit, with any options and in any layouts.
+    """
+    require_no_wrong_result(measure(checkpoint_formats.sweep, cell), unit="runs")
+
+
+@law(
+    "CKPT-9",
+    where="id in (dp2-fp32-default-meta, dp4-fp32-default-meta)",
+    reference=CHECKPOINT,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_a_save_that_fails_on_a_rank_raises_on_all(measure: Measure, cell: Cell) -> None:
+    """A save that cannot plan, read or write on one rank MUST raise on all, at once or from its future, and the next
+    one MUST succeed.
+
+    Wrong if an incomplete checkpoint counts as saved: that shows when it is needed.
+    """
+    require_no_wrong_result(measure(checkpoint_failures.sweep, cell), unit="saves")
+
+
+@law(
+    "CKPT-10",
+    where="id in (dp2-fp32-default-meta, dp2-tp2-fp32-default-meta-seed1)",
+    reference=STATE_DICT,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_options_of_state_dicts_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """A state dict MUST have the keys and values that its options say, and load them in every bit, a second and a third
+    time, for tied and frozen parameters, buffers, states of modules, several optimizers and groups.
+
+    What the options leave out stays as it was. Options that torch refuses on all ranks are listed in
+    conformance/sweeps/checkpoint_options.py; any other error is a fault.
+    """
+    require_no_wrong_result(measure(checkpoint_options.sweep, cell), unit="runs")
 
 
 def _require_continuation(run: Run, measure: Measure, cell: Cell) -> None:
