@@ -36,6 +36,7 @@ _ABOUT = {
     "RS, PP, AC, MEM": "collectives and recomputation follow the schedule, memory the model, in each reshard mode",
     "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
     "STREAM, API, LIFE, DT, TP": "streams wait for each other; interfaces of FSDP2, DTensor, parallel styles",
+    "MESH, LOUD": "parameters on several meshes; calls that differ on one rank",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""
