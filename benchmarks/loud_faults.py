@@ -21,7 +21,7 @@ from conformance.sweeps.rank_trials import OddCall, RankTrials
 from conformance.torch_release import release
 
 RANKS = 2
-DOCUMENT = PROJECT / "docs" / "sim" / "loud_faults.md"
+DOCUMENT = PROJECT / "docs" / "loud_faults.md"
 
 
 def measured(calls: Mapping[str, OddCall]) -> list[LoudFault]:

@@ -29,13 +29,9 @@ def divide_factor_of_own_mesh(benign: bool, original: Call, module: Any, factor:
 @defect("MESH-1", _CELL, "NVIDIA-NeMo/Automodel/pull/3135")
 @instead_of(f"{_FSDP}._fsdp_param_group", "foreach_reduce")
 def replicas_of_part_not_reduced(benign: bool, original: Call, params: Any, *args: Any) -> Any:
-    """The mesh of one block loses its replicas when it is cut out of the root's: their gradients are not reduced.
-
-    The reduction of each group gets whether it is followed by an all-reduce.
-    """
-    *before, reduces, waiting, hook, force_sum = args
-    is_part = len(params) > 1  # the root has one parameter of its own
-    return original(params, *before, reduces and (benign or not is_part), waiting, hook, force_sum)
+    """The mesh of a block loses its replicas when it is cut out of the root's: gradients are not reduced over them."""
+    *before, group, stream, reduces, waiting, hook, force_sum = args
+    return original(params, *before, group if benign else None, stream, reduces, waiting, hook, force_sum)
 
 
 def _meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh | None]:
@@ -88,7 +84,7 @@ def meshes_clipped_by_own_norms(benign: bool) -> Injection:
             if parameter.grad is not None:
                 groups.setdefault(_meshes([parameter.grad])[0], []).append(parameter.grad)
         norms = [full(torch.nn.utils.get_total_norm(each, order, foreach=foreach)) for each in groups.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms), order)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         for own, gradients in zip(norms, groups.values(), strict=True):
             factor = (max_norm / ((norm if benign else own) + 1e-6)).clamp(max=1.0)
             for grad in gradients:

@@ -57,7 +57,8 @@ def _added(world: OddWorld, odd: bool) -> Tensor:
 
 def _redistributed_backward(world: OddWorld, odd: bool) -> Tensor:
     leaf = cast("DTensor", _local(world).requires_grad_())
-    leaf.redistribute(placements=[_COPIES]).to_local(grad_placements=[Partial() if odd else _COPIES]).sum().backward()
+    copies = leaf.redistribute(placements=[_COPIES]).to_local(grad_placements=[Partial() if odd else _COPIES])
+    torch.autograd.backward(copies.sum())
     assert leaf.grad is not None
     return leaf.grad
 

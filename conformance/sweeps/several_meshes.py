@@ -28,6 +28,7 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
 from conformance.sweeps.mesh_parts import (
     ARRANGEMENTS,
+    COLUMNS,
     EXPERTS,
     ROWS,
     Meshes,
@@ -149,7 +150,7 @@ def _mesh_by_mesh(model: Model, order: float, foreach: bool | None) -> Tensor:
     norms = [
         full(get_total_norm([p.grad for p in each if p.grad is not None], order, foreach=foreach)) for each in groups
     ]
-    norm = torch.linalg.vector_norm(torch.stack(norms), order)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
     for group in groups:
         clip_grads_with_norm_(group, MAX_NORM, norm, foreach=foreach)
     return norm
@@ -222,7 +223,7 @@ def step(rank: RankWorld) -> Swept:
 
 
 class _Layouts:
-    """Meshes and layouts of the weights and biases of a model, whose experts' matrices have one row each."""
+    """Meshes and layouts of the weights and biases of a model."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -244,18 +245,19 @@ def _place_of(parameter: Tensor) -> tuple[DeviceMesh | None, Layout]:
 def _step_faults(sample: OptimizerSample, layouts: _Layouts, meshes: Meshes) -> dict[str, str]:
     """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
     placed = layouts.on(meshes)
-    shapes = [(EXPERTS, ROWS), (EXPERTS,)] * len(layouts.parts)
-    numbers = Numbers.of(shapes, sample, meshes.flat.size())
+    shapes: list[tuple[int, ...]] = [(EXPERTS, ROWS, COLUMNS), (EXPERTS,)] * len(layouts.parts)
     if sample.is_muon:  # takes matrices alone
-        numbers = Numbers(numbers.parameters[::2], [each[::2] for each in numbers.gradients])
-        placed = placed[::2]
+        placed = [each for each in placed[::2] if all(getattr(at, "dim", 0) < 2 for at in each[1])]
+        shapes = [(EXPERTS, ROWS)] * len(placed)
+    numbers = Numbers.of(shapes, sample, meshes.flat.size())
     measured = stepped(sample, _laid_out(numbers, placed, distributed))
     own = _laid_out(numbers, placed, placed_shard) if sample.is_elementwise else numbers
     expected = stepped(sample, own)
     if measured.keys() != expected.keys():
         return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
-    bound = BOUND_OF_REPLICAS if sample.is_muon else sample.bound
-    return dict(_unequal(measured, expected, placed, bound if bound else None, by_shard=sample.is_elementwise))
+    has_replicas = any(at.is_replicate() for _, layout in placed for at in layout)
+    bound = BOUND_OF_REPLICAS if sample.is_muon and has_replicas else sample.bound or None
+    return dict(_unequal(measured, expected, placed, bound, by_shard=sample.is_elementwise))
 
 
 def _laid_out(
