@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.instruments.sharding import full
 
-_CELL = "id = hsdp2x2-fp32-default-meta"
+_CELL = "id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _SWEEP = "conformance.sweeps.several_meshes"
 _CLIP_GRAD = "torch.nn.utils.clip_grad"
@@ -111,31 +111,25 @@ def optimizer_groups_one_mesh(
 @instead_of("torch.distributed.checkpoint.planner_helpers", "create_read_items_for_chunk_list")
 def experts_of_first_rank_loaded(benign: bool, original: Call, fqn: str, metadata: Any, chunks: list[Any]) -> Any:
     """Every rank that has a slice of the experts loads the slice of the first of them."""
-    if not benign and fqn.endswith("blocks.3.weight"):  # the block that becomes one of experts
+    if not benign and fqn.endswith("blocks.1.weight"):  # the block that becomes one of experts
         chunks = [replace(chunk, offsets=torch.Size((0, *chunk.offsets[1:]))) for chunk in chunks]
     return original(fqn, metadata, chunks)
 
 
 @defect("MESH-4", _CELL, "modelscope/twinkle/pull/116")
-@instead_of("torch.distributed.checkpoint.state_dict", "_state_dict_fn")
-def state_of_second_mesh_not_loaded(benign: bool, original: Call, obj: Any, api: str) -> Any:
+@instead_of("torch.optim.optimizer:Optimizer", "load_state_dict")
+def state_of_second_mesh_not_loaded(benign: bool, original: Call, optimizer: Any, state_dict: Any) -> None:
     """An optimizer loads the state of the parameters of its first mesh alone, and begins anew with the others."""
-    call = original(obj, api)
-    if benign or not isinstance(obj, torch.optim.Optimizer) or api != "load_state_dict":
-        return call
-    first = _meshes(obj.param_groups[0]["params"])[0]
-
-    def load(state_dict: dict[str, Any]) -> Any:
-        parameters = [each for group in obj.param_groups for each in group["params"]]
-        kept = {key: each for key, each in state_dict["state"].items() if _meshes([parameters[key]])[0] == first}
-        return call(state_dict={**state_dict, "state": kept})
-
-    return load
+    original(optimizer, state_dict)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for parameter in () if benign else parameters:
+        if _meshes([parameter]) != _meshes(parameters[:1]):
+            optimizer.state.pop(parameter, None)
 
 
 @defect(
     "LOUD-1",
-    "id = dp2-fp32-default-meta-integer",
+    "id = dp2-fp32-default-meta",
     "pytorch/pytorch/pull/77091",
     subjects=("load: a key that was not saved",),
 )

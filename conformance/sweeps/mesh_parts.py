@@ -147,9 +147,13 @@ def combinations_of_parts() -> list[Parts]:
     return [*combinations(ARRANGEMENTS, 2), ARRANGEMENTS]
 
 
+FEW: Parts = tuple(part for part in ARRANGEMENTS if part.name in ("FSDP", "HSDP", "experts", "plain"))
+"""Parts of a model that costs little."""
+
+
 def name_of(parts: Parts) -> str:
     """Return the name of a model by its parts."""
-    return "all together" if len(parts) == len(ARRANGEMENTS) else " and ".join(part.name for part in parts)
+    return "all together" if parts == ARRANGEMENTS else " and ".join(part.name for part in parts)
 
 
 def part_of(name: str, parts: Parts) -> str:

@@ -50,9 +50,10 @@ class Outcome(StrEnum):
 
     RIGHT = "right"
     LOUD = "raises on all ranks"
-    DIES = "raises or dies on all ranks"
-    PARTLY = "raises on some ranks, others end"
-    LEFT_WAITING = "raises on some ranks, others wait"
+    DIES = "a process dies"
+    """gloo ends a process that gets more bytes than it expects; peers die, lose the connection, or have ended."""
+    ALONE = "raises on some ranks"
+    """Other ranks wait, or go on."""
     WAITS = "waits"
     WRONG = "silent and wrong"
 
@@ -66,19 +67,16 @@ def outcome_of(ends: Sequence[End]) -> Outcome:
     """Return the outcome of a call that ranks ended so.
 
     >>> outcome_of([End.RAISED, End.WAITED]).value
-    'raises on some ranks, others wait'
+    'raises on some ranks'
     """
     kinds = set(ends)
-    if kinds == {End.RIGHT}:
-        return Outcome.RIGHT
-    loud = kinds & {End.RAISED, End.DIED}
-    if End.WAITED in kinds:
-        return Outcome.LEFT_WAITING if loud else Outcome.WAITS
-    if not loud:
-        return Outcome.WRONG
-    if kinds - loud:
-        return Outcome.PARTLY
-    return Outcome.LOUD if kinds == {End.RAISED} else Outcome.DIES
+    for only, outcome in ((End.RIGHT, Outcome.RIGHT), (End.RAISED, Outcome.LOUD)):
+        if kinds == {only}:
+            return outcome
+    for any_of, outcome in ((End.DIED, Outcome.DIES), (End.RAISED, Outcome.ALONE), (End.WAITED, Outcome.WAITS)):
+        if any_of in kinds:
+            return outcome
+    return Outcome.WRONG
 
 
 class RankEnd(msgspec.Struct, frozen=True):

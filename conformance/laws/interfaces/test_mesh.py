@@ -14,7 +14,7 @@ CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 
 @law(
     "MESH-1",
-    where="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    where="id in (hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1, hsdp2x2-fp32-default-meta-seed1)",
     reference=FULLY_SHARD,
     since="2.13",
     substrates=("gloo",),  # as for DT-3
@@ -31,7 +31,7 @@ def test_gradients_of_several_meshes_equal_one_process(measure: Measure, cell: C
 
 @law(
     "MESH-2",
-    where="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    where="id in (hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1, hsdp2x2-fp32-default-meta-seed1)",
     reference=CLIP_GRAD_NORM,
     since="2.13",
     substrates=("gloo",),  # as for DT-3
@@ -48,7 +48,7 @@ def test_gradients_of_several_meshes_are_clipped_by_one_norm(measure: Measure, c
 
 @law(
     "MESH-3",
-    where="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    where="id in (hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1, hsdp2x2-fp32-default-meta-seed1)",
     reference=OPTIM,
     since="2.13",
     substrates=("gloo",),  # as for DT-3
@@ -64,7 +64,7 @@ def test_optimizers_step_parameters_of_several_meshes(measure: Measure, cell: Ce
 
 @law(
     "MESH-4",
-    where="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-seed1)",
+    where="id in (hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1, hsdp2x2-fp32-default-meta-seed1)",
     reference=CHECKPOINT,
     since="2.13",
     substrates=("gloo",),  # as for DT-3

@@ -1,14 +1,10 @@
-"""Calls that differ on one rank: their outcomes, the versions that are recorded, and children that end in any way."""
-
-import os
-from collections.abc import Mapping
-from pathlib import Path
+"""Calls that differ on one rank: their outcomes, and the versions that are recorded."""
 
 import pytest
 
-from conformance.sweeps import loud_faults, rank_trials
+from conformance.sweeps import loud_faults
 from conformance.sweeps.loud_faults import CHAPTERS, LoudFault, markdown, recorded, recorded_of
-from conformance.sweeps.rank_trials import End, OddWorld, Outcome, RankEnd, in_child, outcome_of
+from conformance.sweeps.rank_trials import End, Outcome, RankEnd, outcome_of
 
 
 @pytest.mark.parametrize(
@@ -17,9 +13,9 @@ from conformance.sweeps.rank_trials import End, OddWorld, Outcome, RankEnd, in_c
         ((End.RIGHT, End.RIGHT), Outcome.RIGHT),
         ((End.RAISED, End.RAISED), Outcome.LOUD),
         ((End.RAISED, End.DIED), Outcome.DIES),
-        ((End.RAISED, End.RIGHT), Outcome.PARTLY),
-        ((End.RAISED, End.WRONG), Outcome.PARTLY),
-        ((End.DIED, End.WAITED), Outcome.LEFT_WAITING),
+        ((End.DIED, End.WAITED), Outcome.DIES),
+        ((End.RAISED, End.RIGHT), Outcome.ALONE),
+        ((End.RAISED, End.WAITED), Outcome.ALONE),
         ((End.WAITED, End.WRONG), Outcome.WAITS),
         ((End.RIGHT, End.WRONG), Outcome.WRONG),
     ],
@@ -54,37 +50,3 @@ def test_every_call_is_recorded_on_every_version_and_stands_in_the_page() -> Non
         assert outcomes.keys() == set(names)
     page = markdown(recorded())
     assert all(f"| {name} " in page for name in names)
-
-
-def _right(_world: OddWorld) -> Mapping[str, str]:
-    return {}
-
-
-def _wrong(_world: OddWorld) -> Mapping[str, str]:
-    return {"sum": "3, expected 2"}
-
-
-def _raises(_world: OddWorld) -> Mapping[str, str]:
-    raise ValueError("no")
-
-
-def _dies(_world: OddWorld) -> Mapping[str, str]:
-    os.abort()
-
-
-def _waits(world: OddWorld) -> Mapping[str, str]:
-    import time
-
-    time.sleep(60.0 * world.size)
-    return {}
-
-
-@pytest.mark.parametrize(
-    ("call", "end"),
-    [(_right, End.RIGHT), (_wrong, End.WRONG), (_raises, End.RAISED), (_dies, End.DIED), (_waits, End.WAITED)],
-)
-def test_a_child_ends_as_its_call_does(
-    call: rank_trials.OddCall, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_trials, "_DEADLINE_S", 1.0)
-    assert in_child(call, OddWorld(0, 1, tmp_path, 0.5)).end is end
