@@ -28,7 +28,7 @@ def divide_factor_of_own_mesh(benign: bool, original: Call, module: Any, factor:
 
 @defect("MESH-1", _CELL, "NVIDIA-NeMo/Automodel/pull/3135")
 @instead_of(f"{_FSDP}._fsdp_param_group", "foreach_reduce")
-def replicas_of_part_not_reduced(benign: bool, original: Call, params: Any, *args: Any) -> Any:
+def replicas_of_block_not_reduced(benign: bool, original: Call, params: Any, *args: Any) -> Any:
     """The mesh of a block loses its replicas when it is cut out of the root's: gradients are not reduced over them."""
     *before, group, stream, reduces, waiting, hook, force_sum = args
     return original(params, *before, group if benign else None, stream, reduces, waiting, hook, force_sum)

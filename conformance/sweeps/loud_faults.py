@@ -102,11 +102,11 @@ expects. `waits`: no rank raises, and some wait for a peer until a time limit. `
 
 def markdown(versions: Recorded) -> str:
     """Return the page with all outcomes by chapter."""
-    parts = [_INTRODUCTION, _counts(versions)]
+    sections = [_INTRODUCTION, _counts(versions)]
     for chapter, calls in CHAPTERS.items():
         rows = [[name, *(str(outcomes.get(name, "")) for outcomes in versions.values())] for name in calls]
-        parts += [f"## {chapter}", tabulate(rows, headers=["call: what differs", *versions], tablefmt="github")]
-    return "\n\n".join(parts) + "\n"
+        sections += [f"## {chapter}", tabulate(rows, headers=["call: what differs", *versions], tablefmt="github")]
+    return "\n\n".join(sections) + "\n"
 
 
 def _counts(versions: Recorded) -> str:

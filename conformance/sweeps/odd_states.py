@@ -66,8 +66,8 @@ class Trained:
         """Return what is not restored: parameters if `kind` is "model", the optimizer's state if "optimizer"."""
         measured = self.gathered()
         names = [name for name in measured if not kind or ("/" in name) == (kind == "optimizer")]
-        texts = {name: difference(measured[name], self.before[name], bound=0.0) for name in names}
-        return {name: text for name, text in texts.items() if text}
+        differences = {name: difference(measured[name], self.before[name], bound=0.0) for name in names}
+        return {name: text for name, text in differences.items() if text}
 
 
 def _taken(get: Callable[..., Any], kind: str, differing: Keywords, common: Keywords | None = None) -> OddCall:
@@ -76,8 +76,8 @@ def _taken(get: Callable[..., Any], kind: str, differing: Keywords, common: Keyw
     def call(world: OddWorld) -> dict[str, str]:
         trained = Trained(world)
         options = StateDictOptions(**(common or {}), **(differing if world.is_odd else {}))
-        parts = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
-        state = deepcopy(get(*parts, options=options))
+        held = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
+        state = deepcopy(get(*held, options=options))
         trained.change()
         _set(trained, kind, state, StateDictOptions(**(common or {})))
         return trained.wrong(kind)
@@ -91,9 +91,9 @@ def _loaded(kind: str, differing: Keywords, common: Keywords | None = None) -> O
     def call(world: OddWorld) -> dict[str, str]:
         trained = Trained(world)
         options = StateDictOptions(**(common or {}))
-        parts = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
+        held = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
         get: Any = get_model_state_dict if kind == "model" else get_optimizer_state_dict
-        state = deepcopy(get(*parts, options=options))
+        state = deepcopy(get(*held, options=options))
         trained.change()
         _set(trained, kind, state, StateDictOptions(**(common or {}), **(differing if world.is_odd else {})))
         return trained.wrong(kind)

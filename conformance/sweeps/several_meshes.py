@@ -1,7 +1,7 @@
 """Models whose parameters lie on several meshes: gradients, clipping, one step, and one checkpoint.
 
-Any two arrangements of `mesh_parts` meet in a model, and all of them, on a cell with another seed than the default one;
-with the default seed there is one model of few parts.
+Any two arrangements of `mesh_blocks` meet in a model, and all of them, on a cell with another seed than the default
+one; with the default seed there is one model of few arrangements.
 """
 
 import math
@@ -26,7 +26,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
-from conformance.sweeps.mesh_parts import (
+from conformance.sweeps.mesh_blocks import (
     ARRANGEMENTS,
     COLUMNS,
     EXPERTS,
@@ -34,12 +34,12 @@ from conformance.sweeps.mesh_parts import (
     ROWS,
     Meshes,
     Model,
-    Parts,
+    Arrangements,
     by_mesh,
-    combinations_of_parts,
+    combinations_of_blocks,
     expected_gradients,
     name_of,
-    part_of,
+    block_name,
 )
 from conformance.sweeps.optimizers import (
     BOUND_OF_REPLICAS,
@@ -72,7 +72,7 @@ class WorldMeshes:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], Meshes] = {}
 
-    def of_trial(self, mesh: DeviceMesh) -> Meshes:
+    def for_trial(self, mesh: DeviceMesh) -> Meshes:
         """Return the meshes over the same ranks, which are made at the first call. A collective."""
         names = mesh.mesh_dim_names or ()
         if names not in self._kept:
@@ -88,44 +88,46 @@ class _Sweep:
     def __init__(self, rank: RankWorld) -> None:
         self.trials, self.meshes = Trials(fsdp_mesh(rank.mesh)), WorldMeshes()
         self.has_pairs = rank.config.seed != TrainerConfig().seed
-        models = combinations_of_parts() if self.has_pairs else [FEW]
+        models = combinations_of_blocks() if self.has_pairs else [FEW]
         self.models = select_samples(models, name_of, restricted_to=rank.subjects)
 
-    def attempt(self, parts: Parts, kind: str, case: str, call: Callable[[Meshes], Mapping[str, str]]) -> None:
+    def attempt(
+        self, arrangements: Arrangements, kind: str, case: str, call: Callable[[Meshes], Mapping[str, str]]
+    ) -> None:
         """Try a case of a model on the meshes of the trials."""
-        self.trials.attempt(name_of(parts), kind, case, lambda mesh: call(self.meshes.of_trial(mesh)))
+        self.trials.attempt(name_of(arrangements), kind, case, lambda mesh: call(self.meshes.for_trial(mesh)))
 
 
 @experiment(needs=Needs.TRAINING)
 def train(rank: RankWorld) -> Swept:
     """Compute gradients: of one batch, and of two micro-batches of which the last is reduced."""
     sweep = _Sweep(rank)
-    for parts in sweep.models:
+    for arrangements in sweep.models:
         for backwards in (1, 2):
             kind = f"{backwards} backward passes"
-            sweep.attempt(parts, kind, "all gradients", partial(_gradient_faults, parts, backwards))
+            sweep.attempt(arrangements, kind, "all gradients", partial(_gradient_faults, arrangements, backwards))
     return sweep.trials.swept
 
 
-def _gradient_faults(parts: Parts, backwards: int, meshes: Meshes) -> dict[str, str]:
-    model = Model(parts, meshes)
+def _gradient_faults(arrangements: Arrangements, backwards: int, meshes: Meshes) -> dict[str, str]:
+    model = Model(arrangements, meshes)
     assert isinstance(model, FSDPModule)
     for index in range(backwards):
         is_last = index == backwards - 1
         model.set_requires_gradient_sync(is_last)
         model.backward(reduces=is_last)
-    expected = {name: backwards * grad for name, grad in expected_gradients(parts, meshes).items()}
+    expected = {name: backwards * grad for name, grad in expected_gradients(arrangements, meshes).items()}
     return _differing(model, expected, bound=0.0)
 
 
 def _differing(model: Model, expected: Mapping[str, Tensor], *, bound: float) -> dict[str, str]:
-    """Return the parts whose gradients are missing or differ from the full ones, with texts. A collective."""
+    """Return the arrangements whose gradients are missing or differ from the full ones, with texts. A collective."""
     measured: dict[str, Tensor] = model.gradients()
     faults: dict[str, str] = {}
     for name, wanted in expected.items():
         text = difference(measured[name], wanted, bound=bound) if name in measured else "there is none"
         if text:
-            faults.setdefault(f"gradient of {part_of(name, model.parts)}", f"{name}: {text}")
+            faults.setdefault(f"gradient of {block_name(name, model.arrangements)}", f"{name}: {text}")
     return faults
 
 
@@ -168,27 +170,27 @@ CLIPPINGS: Mapping[str, Clip] = {
 def clip(rank: RankWorld) -> Swept:
     """Clip the gradients of each model in each way, with each order of the norm."""
     sweep = _Sweep(rank)
-    for parts in sweep.models:
-        trained = _Trained(parts)
+    for arrangements in sweep.models:
+        trained = _Trained(arrangements)
         for kind, way in CLIPPINGS.items():
             for order in ORDERS:
                 for foreach in FOREACH:
                     call = partial(_clipping_faults, trained, way, order, foreach)
-                    sweep.attempt(parts, kind, f"{order}-norm, foreach={foreach}", call)
+                    sweep.attempt(arrangements, kind, f"{order}-norm, foreach={foreach}", call)
     return sweep.trials.swept
 
 
 class _Trained:
     """Model with its gradients on the last meshes that were asked for."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, arrangements: Arrangements) -> None:
+        self.arrangements = arrangements
         self._meshes: Meshes | None = None
 
     def on(self, meshes: Meshes) -> Model:
         """Return the model with the gradients of one backward pass."""
         if meshes is not self._meshes:
-            self._model, self._meshes = Model(self.parts, meshes), meshes
+            self._model, self._meshes = Model(self.arrangements, meshes), meshes
             self._model.backward()
             self._gradients = {name: grad.clone() for name, grad in self._model.gradients().items()}
         for name, parameter in self._model.named_parameters():
@@ -199,7 +201,7 @@ class _Trained:
 def _clipping_faults(
     trained: _Trained, way: Clip, order: float, foreach: bool | None, meshes: Meshes
 ) -> dict[str, str]:
-    model, gradients = trained.on(meshes), expected_gradients(trained.parts, meshes)
+    model, gradients = trained.on(meshes), expected_gradients(trained.arrangements, meshes)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in gradients.values()]), order)
     factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
     measured = full(way(model, order, foreach))
@@ -214,31 +216,32 @@ def _clipping_faults(
 def step(rank: RankWorld) -> Swept:
     """Step with each optimizer over the parameters of each model; options with the model of all arrangements alone."""
     sweep = _Sweep(rank)
-    for parts in sweep.models:
-        layouts = _Layouts(parts)
+    for arrangements in sweep.models:
+        layouts = _Placed(arrangements)
         for sample in optimizer_samples():
-            if _is_tried(sample, parts):
+            if _is_tried(sample, arrangements):
                 call = partial(_step_faults, sample, layouts)
-                sweep.attempt(parts, sample.name, "three steps", call)
+                sweep.attempt(arrangements, sample.name, "three steps", call)
     return sweep.trials.swept
 
 
-def _is_tried(sample: OptimizerSample, parts: Parts) -> bool:
-    return parts == ARRANGEMENTS or (sample.is_usual and (parts != FEW or sample.make.__name__ in ("AdamW", "SGD")))
+def _is_tried(sample: OptimizerSample, arrangements: Arrangements) -> bool:
+    is_cheap = sample.make.__name__ in ("AdamW", "SGD")
+    return arrangements == ARRANGEMENTS or (sample.is_usual and (arrangements != FEW or is_cheap))
 
 
-class _Layouts:
+class _Placed:
     """Meshes and layouts of the weights and biases of a model."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, arrangements: Arrangements) -> None:
+        self.arrangements = arrangements
         self._meshes: Meshes | None = None
 
     def on(self, meshes: Meshes) -> list[tuple[DeviceMesh | None, Layout]]:
         """Return the mesh and layout of each parameter; no mesh for plain tensors."""
         if meshes is not self._meshes:
             self._meshes = meshes
-            parameters = Model(self.parts, meshes).blocks.parameters()
+            parameters = Model(self.arrangements, meshes).blocks.parameters()
             self._layouts = [_place_of(p) for p in parameters]
         return self._layouts
 
@@ -247,10 +250,10 @@ def _place_of(parameter: Tensor) -> tuple[DeviceMesh | None, Layout]:
     return (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else (None, ())
 
 
-def _step_faults(sample: OptimizerSample, layouts: _Layouts, meshes: Meshes) -> dict[str, str]:
+def _step_faults(sample: OptimizerSample, layouts: _Placed, meshes: Meshes) -> dict[str, str]:
     """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
     placed = layouts.on(meshes)
-    shapes: list[tuple[int, ...]] = [(EXPERTS, ROWS, COLUMNS), (EXPERTS,)] * len(layouts.parts)
+    shapes: list[tuple[int, ...]] = [(EXPERTS, ROWS, COLUMNS), (EXPERTS,)] * len(layouts.arrangements)
     if sample.is_muon:  # takes matrices alone
         placed = [each for each in placed[::2] if all(getattr(at, "dim", 0) < 2 for at in each[1])]
         shapes = [(EXPERTS, ROWS)] * len(placed)
@@ -301,20 +304,22 @@ FORMS: Mapping[str, StateDictOptions] = {
 
 @experiment(needs=Needs.TRAINING)
 def checkpoint(rank: RankWorld) -> Swept:
-    """Save each model after a step, and load it into the model whose parts have changed places."""
+    """Save each model after a step, and load it into the model whose arrangements have changed places."""
     sweep = _Sweep(rank)
-    for number, parts in enumerate(sweep.models):
+    for number, arrangements in enumerate(sweep.models):
         for form, options in FORMS.items():
-            directory = rank.directory / f"parts{number}-{form}"
-            call = partial(_checkpoint_faults, parts, options, directory)
-            sweep.attempt(parts, form, "model and AdamW", call)
+            directory = rank.directory / f"arrangements{number}-{form}"
+            call = partial(_checkpoint_faults, arrangements, options, directory)
+            sweep.attempt(arrangements, form, "model and AdamW", call)
     return sweep.trials.swept
 
 
-def _checkpoint_faults(parts: Parts, options: StateDictOptions, directory: Path, meshes: Meshes) -> dict[str, str]:
-    source, optimizer = _stepped(Model(parts, meshes))
-    moved = (*parts[1:], parts[0])
-    target, other = _stepped(Model(moved, meshes), scale=-2.0)
+def _checkpoint_faults(
+    arrangements: Arrangements, options: StateDictOptions, directory: Path, meshes: Meshes
+) -> dict[str, str]:
+    source, optimizer = _stepped(Model(arrangements, meshes))
+    exchanged = (*arrangements[1:], arrangements[0])
+    target, other = _stepped(Model(exchanged, meshes), scale=-2.0)
     group = meshes.flat.get_group()
     expected = _gathered(source, optimizer)
     content: Any = dict(zip(("model", "optimizer"), get_state_dict(source, optimizer, options=options), strict=True))
@@ -327,7 +332,11 @@ def _checkpoint_faults(parts: Parts, options: StateDictOptions, directory: Path,
     set_state_dict(target, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"], options=options)
     measured = _gathered(target, other)
     wrong = [name for name in expected.keys() | measured.keys() if not _same(measured.get(name), expected.get(name))]
-    return {f"{_kind(name)} of {part_of(name, parts)} as {part_of(name, moved)}": name for name in sorted(wrong)}
+    faults: dict[str, str] = {}
+    for name in sorted(wrong):
+        before, after = block_name(name, arrangements), block_name(name, exchanged)
+        faults.setdefault(f"{_kind(name)} of {before} as {after}", name)
+    return faults
 
 
 def _kind(name: str) -> str:

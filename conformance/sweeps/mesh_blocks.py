@@ -139,42 +139,42 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
 )
 """Arrangements, of which any two may meet in a model."""
 
-Parts = tuple[Arrangement, ...]
+Arrangements = tuple[Arrangement, ...]
 
 
-def combinations_of_parts() -> list[Parts]:
+def combinations_of_blocks() -> list[Arrangements]:
     """Return any two arrangements, and all together."""
     return [*combinations(ARRANGEMENTS, 2), ARRANGEMENTS]
 
 
-FEW: Parts = tuple(part for part in ARRANGEMENTS if part.name in ("FSDP", "HSDP", "experts", "plain"))
-"""Parts of a model that costs little."""
+FEW: Arrangements = tuple(each for each in ARRANGEMENTS if each.name in ("FSDP", "HSDP", "experts", "plain"))
+"""Arrangements of a model that costs little."""
 
 
-def name_of(parts: Parts) -> str:
-    """Return the name of a model by its parts."""
-    return "all together" if parts == ARRANGEMENTS else " and ".join(part.name for part in parts)
+def name_of(arrangements: Arrangements) -> str:
+    """Return the name of a model by its arrangements."""
+    return "all together" if arrangements == ARRANGEMENTS else " and ".join(each.name for each in arrangements)
 
 
-def part_of(name: str, parts: Parts) -> str:
-    """Return the name of the part that has a parameter, of which a name may begin with that of the parameter."""
-    return parts[int(name.split(".")[1])].name if name.startswith("blocks.") else "root"
+def block_name(name: str, arrangements: Arrangements) -> str:
+    """Return the name of the arrangement whose parameter a name begins with, or `root`."""
+    return arrangements[int(name.split(".")[1])].name if name.startswith("blocks.") else "root"
 
 
 class Model(nn.Module):
     """Blocks, each arranged in its own way, below a root that FSDP shards over all ranks; its loss is their sum."""
 
-    def __init__(self, parts: Parts, meshes: Meshes | None) -> None:
+    def __init__(self, arrangements: Arrangements, meshes: Meshes | None) -> None:
         super().__init__()
-        self.parts, self.meshes = parts, meshes
-        self.blocks = nn.ModuleList(Block(seed) for seed in range(len(parts)))
+        self.arrangements, self.meshes = arrangements, meshes
+        self.blocks = nn.ModuleList(Block(seed) for seed in range(len(arrangements)))
         self.shift = nn.Parameter(torch.arange(SHIFTS, dtype=torch.float64))
         if meshes is None:
             return
         unmanaged: set[nn.Parameter] = set()
-        for part, block in zip(parts, self.blocks, strict=True):
-            part.shard(cast("Block", block), meshes)
-            unmanaged.update(() if part.is_managed else block.parameters())
+        for arrangement, block in zip(arrangements, self.blocks, strict=True):
+            arrangement.shard(cast("Block", block), meshes)
+            unmanaged.update(() if arrangement.is_managed else block.parameters())
         fully_shard(self, mesh=meshes.flat, ignored_params=unmanaged)
 
     def forward(self, rank: int) -> Tensor:
@@ -182,15 +182,15 @@ class Model(nn.Module):
         assert self.meshes is not None
         outer, inner = self.meshes.coordinates()[rank]
         loss = self.shift.sum()
-        for part, block in zip(self.parts, self.blocks, strict=True):
-            sample, coefficients = samples()[part.sample(rank, outer, inner)], coefficients_of()
-            if part.sliced == 2:
+        for arrangement, block in zip(self.arrangements, self.blocks, strict=True):
+            sample, coefficients = samples()[arrangement.sample(rank, outer, inner)], coefficients_of()
+            if arrangement.sliced == 2:
                 sample = sample.tensor_split(self.meshes.inner.size())[inner]
-            elif part.sliced is not None:
-                coefficients = coefficients.tensor_split(self.meshes.inner.size(), dim=part.sliced)[inner]
+            elif arrangement.sliced is not None:
+                coefficients = coefficients.tensor_split(self.meshes.inner.size(), dim=arrangement.sliced)[inner]
             # A rank with some of the rows has the bias of all of them.
-            of_bias = coefficients if part.sliced == 0 else coefficients_of()
-            loss = loss + block(sample, coefficients, of_bias)
+            bias_coefficients = coefficients if arrangement.sliced == 0 else coefficients_of()
+            loss = loss + block(sample, coefficients, bias_coefficients)
         return loss
 
     def backward(self, *, reduces: bool = True) -> None:
@@ -199,9 +199,9 @@ class Model(nn.Module):
         self(dist.get_rank()).backward()
         if not reduces:
             return
-        for part, block in zip(self.parts, self.blocks, strict=True):
+        for arrangement, block in zip(self.arrangements, self.blocks, strict=True):
             for parameter in block.parameters():
-                if part.name == "plain" and parameter.grad is not None:
+                if arrangement.name == "plain" and parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.meshes.flat.get_group())
                     parameter.grad /= self.meshes.flat.size()
 
@@ -220,15 +220,15 @@ def coefficients_of() -> Tensor:
     return torch.randint(1, 5, (EXPERTS, ROWS), generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
 
-def expected_gradients(parts: Parts, meshes: Meshes) -> dict[str, Tensor]:
+def expected_gradients(arrangements: Arrangements, meshes: Meshes) -> dict[str, Tensor]:
     """Return the full gradients of the mean over ranks of a model's loss, as one process computes them."""
     gradients = {"shift": torch.ones(SHIFTS, dtype=torch.float64)}
-    for number, part in enumerate(parts):
+    for number, arrangement in enumerate(arrangements):
         weight, bias = (torch.zeros(shape, dtype=torch.float64) for shape in ((EXPERTS, ROWS, COLUMNS), (EXPERTS,)))
         for rank, (outer, inner) in enumerate(meshes.coordinates()):
-            sample = samples()[part.sample(rank, outer, inner)]
+            sample = samples()[arrangement.sample(rank, outer, inner)]
             seen = coefficients_of()
-            if part.is_expert:
+            if arrangement.is_expert:
                 held = torch.arange(EXPERTS).tensor_split(meshes.inner.size())[inner]
                 seen = torch.zeros_like(seen).index_copy(0, held, seen[held])
             weight += seen[:, :, None] * sample

@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import torch
 
-from conformance.sweeps.mesh_parts import (
+from conformance.sweeps.mesh_blocks import (
     ARRANGEMENTS,
     EXPERTS,
     Block,
     coefficients_of,
-    combinations_of_parts,
+    combinations_of_blocks,
     expected_gradients,
     name_of,
-    part_of,
+    block_name,
     samples,
 )
 
@@ -25,16 +25,18 @@ MESHES: Any = SimpleNamespace(
 
 def test_expected_gradients_are_those_of_autograd() -> None:
     expected = expected_gradients(ARRANGEMENTS, MESHES)
-    for number, part in enumerate(ARRANGEMENTS):
+    for number, arrangement in enumerate(ARRANGEMENTS):
         block = Block(number)
         for rank, (outer, inner) in enumerate(COORDINATES):
             seen = coefficients_of()
-            if part.is_expert:
+            if arrangement.is_expert:
                 own = slice(inner * EXPERTS // 2, (inner + 1) * EXPERTS // 2)
                 seen = torch.zeros_like(seen).index_put((torch.arange(EXPERTS)[own],), seen[own])
-            (block(samples()[part.sample(rank, outer, inner)], seen, seen) / 4).backward()
+            (block(samples()[arrangement.sample(rank, outer, inner)], seen, seen) / 4).backward()
         for name, parameter in block.named_parameters():
-            assert torch.equal(cast("torch.Tensor", parameter.grad), expected[f"blocks.{number}.{name}"]), part.name
+            assert torch.equal(cast("torch.Tensor", parameter.grad), expected[f"blocks.{number}.{name}"]), (
+                arrangement.name
+            )
 
 
 def test_expected_gradients_are_exact_and_not_zero() -> None:
@@ -44,8 +46,8 @@ def test_expected_gradients_are_exact_and_not_zero() -> None:
 
 
 def test_any_two_arrangements_meet_and_all() -> None:
-    models = combinations_of_parts()
+    models = combinations_of_blocks()
     assert len(models) == len(ARRANGEMENTS) * (len(ARRANGEMENTS) - 1) // 2 + 1
-    assert len({name_of(parts) for parts in models}) == len(models)
-    assert part_of("blocks.1.weight", ARRANGEMENTS) == ARRANGEMENTS[1].name
-    assert part_of("shift/exp_avg", ARRANGEMENTS) == "root"
+    assert len({name_of(arrangements) for arrangements in models}) == len(models)
+    assert block_name("blocks.1.weight", ARRANGEMENTS) == ARRANGEMENTS[1].name
+    assert block_name("shift/exp_avg", ARRANGEMENTS) == "root"
