@@ -21,7 +21,7 @@ _CLIP_GRAD = "torch.nn.utils.clip_grad"
 @defect("MESH-1", _CELL, "NVIDIA/Megatron-LM/pull/5956")
 @instead_of(f"{_FSDP}._fully_shard:FSDPModule", "set_gradient_divide_factor")
 def divide_factor_of_own_mesh(benign: bool, original: Call, module: Any, factor: float) -> None:
-    """Gradients of experts are divided by the size of their own mesh, and not by the number of ranks with tokens."""
+    """Gradients of experts are divided by the size of the experts' mesh, and not by the number of ranks with tokens."""
     own = next(module.parameters()).device_mesh.size(0)
     original(module, factor if benign else float(own))
 
@@ -66,7 +66,7 @@ def plain_gradients_not_scaled(
 
 @defect("MESH-2", _CELL, "NVIDIA/Megatron-LM/pull/6489")
 def meshes_clipped_by_own_norms(benign: bool) -> Injection:
-    """Where gradients lie on several meshes, each is scaled by the norm of its own mesh.
+    """Where gradients lie on several meshes, each is scaled by the norm of those on the same mesh.
 
     torch refuses them; the twin lets clip_grad_norm_ scale all by the one norm.
     """
@@ -119,7 +119,7 @@ def experts_of_first_rank_loaded(benign: bool, original: Call, fqn: str, metadat
 @defect("MESH-4", _CELL, "modelscope/twinkle/pull/116")
 @instead_of("torch.optim.optimizer:Optimizer", "load_state_dict")
 def state_of_second_mesh_not_loaded(benign: bool, original: Call, optimizer: Any, state_dict: Any) -> None:
-    """An optimizer loads the state of the parameters of its first mesh alone, and begins anew with the others."""
+    """An optimizer loads the state of the parameters of its first mesh alone, and has none for the others."""
     original(optimizer, state_dict)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for parameter in () if benign else parameters:

@@ -1,4 +1,4 @@
-"""Blocks of one model on meshes of their own, as experts, embeddings and adapters are: each arrangement, and its data.
+"""Blocks of one model on several meshes, such as experts, embeddings and adapters: each arrangement, and its data.
 
 Weights, samples and coefficients are small integers in fp64, and all worlds are powers of two, so that gradients are
 exact in any order: they equal those of one process in every bit, or they are wrong.
@@ -79,7 +79,7 @@ class Arrangement:
     sliced: int | None = None
     """Dimension of the weight along which the inner ranks hold slices in forward."""
     is_expert: bool = False
-    """True if inner ranks hold different experts, each of which sees the samples of its own ranks alone."""
+    """True if inner ranks hold different experts, which see the samples of different ranks."""
     is_managed: bool = True
     """False if FSDP leaves the block alone."""
 

@@ -63,7 +63,7 @@ class Trained:
                 value.mul_(2.0)
 
     def wrong(self, kind: str = "") -> dict[str, str]:
-        """Return what is not restored: parameters if `kind` is "model", the optimizer's state if "optimizer"."""
+        """Return the values that are not restored: parameters if `kind` is "model", the optimizer's state otherwise."""
         measured = self.gathered()
         names = [name for name in measured if not kind or ("/" in name) == (kind == "optimizer")]
         differences = {name: difference(measured[name], self.before[name], bound=0.0) for name in names}
@@ -118,7 +118,7 @@ def _not_called(kind: str, options: Keywords) -> OddCall:
     return call
 
 
-def _of_rank_0(world: OddWorld) -> dict[str, str]:
+def _from_rank_0(world: OddWorld) -> dict[str, str]:
     """Load the state that rank 0 alone has, as get_state_dict gave it."""
     trained = Trained(world)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
@@ -230,7 +230,7 @@ STATE_CALLS: Mapping[str, OddCall] = {
     "set_optimizer_state_dict: flatten_optimizer_state_dict": _loaded(
         "optimizer", {"flatten_optimizer_state_dict": True}
     ),
-    "set_state_dict: state of rank 0 alone": _of_rank_0,
+    "set_state_dict: state of rank 0 alone": _from_rank_0,
     "save: a key missing": _file(lambda state, world: _save(_without_key(state) if world.is_odd else state, world)),
     "save: another key": _file(lambda state, world: _save(_with_other_key(state) if world.is_odd else state, world)),
     "save: checkpoint_id": _file(_saved_elsewhere),

@@ -21,7 +21,7 @@ _ROWS, _COLUMNS, _COPIES = Shard(0), Shard(1), Replicate()
 
 
 def _judged(make: Callable[[OddWorld, bool], Tensor | None], expected: Tensor = _FULL) -> OddCall:
-    """Return a call that compares the shards of a tensor, and then what all ranks gather of it, with a full tensor."""
+    """Return a call that compares the shards of a tensor, and then the tensor that ranks gather, with a full one."""
 
     def call(world: OddWorld) -> dict[str, str]:
         measured = make(world, world.is_odd)

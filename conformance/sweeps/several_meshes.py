@@ -32,14 +32,14 @@ from conformance.sweeps.mesh_blocks import (
     EXPERTS,
     FEW,
     ROWS,
+    Arrangements,
     Meshes,
     Model,
-    Arrangements,
+    block_name,
     by_mesh,
     combinations_of_blocks,
     expected_gradients,
     name_of,
-    block_name,
 )
 from conformance.sweeps.optimizers import (
     BOUND_OF_REPLICAS,

@@ -9,11 +9,11 @@ from conformance.sweeps.mesh_blocks import (
     ARRANGEMENTS,
     EXPERTS,
     Block,
+    block_name,
     coefficients_of,
     combinations_of_blocks,
     expected_gradients,
     name_of,
-    block_name,
     samples,
 )
 
