@@ -63,7 +63,7 @@ class Trained:
                 value.mul_(2.0)
 
     def wrong(self, kind: str = "") -> dict[str, str]:
-        """Return the values that are not restored: parameters if `kind` is "model", the optimizer's state otherwise."""
+        """Return the values that are not restored, of a `kind`: "model", "optimizer", or both if empty."""
         measured = self.gathered()
         names = [name for name in measured if not kind or ("/" in name) == (kind == "optimizer")]
         differences = {name: difference(measured[name], self.before[name], bound=0.0) for name in names}
