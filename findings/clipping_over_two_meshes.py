@@ -1,12 +1,13 @@
 """`clip_grad_norm_` raises for gradients on different meshes, such as those of experts and of the other layers.
 
-The norms of all gradients are stacked into one DTensor, whose operands must be on one mesh.
+The norms of all gradients are stacked into one DTensor, whose operands must be on one mesh. MESH-2 counts it as
+refused, since all ranks raise.
 
 severity: medium
 visible: loud
 training: models whose experts are sharded over a part of the ranks cannot be clipped with torch's function
-thread: none known
-law: none
+thread: https://github.com/pytorch/pytorch/issues/180346
+law: MESH-2
 avoid: clip by a norm of the norms of each mesh, with get_total_norm and clip_grads_with_norm_
 ranks: 4
 """

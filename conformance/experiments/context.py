@@ -151,7 +151,8 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
                 yield RankWorld(context, job, config, torch.device("cpu"))
             return
         yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))
-        destroy_process_group()
+        if dist.is_initialized():  # an experiment that makes its groups in other processes leaves none
+            destroy_process_group()
 
 
 def device_of(context: RankContext) -> torch.device:

@@ -206,6 +206,8 @@ def estimated_s(cell: Cell) -> float:
         seconds *= 1.15 if cell.saving == "async" else 1.0
     if cell.model in ("deep", "wide"):
         seconds *= 2.5
+    if cell.model == "large":  # products of all ranks' tokens
+        seconds += 2.0 * cell.steps * mesh.dp_replicate * mesh.dp_shard
     return round(seconds, 2)
 
 

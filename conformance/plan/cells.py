@@ -73,14 +73,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `safetensors`: the trainer's. `hf`: Hugging Face's Llama, in several files. `dcp`: torch.distributed.checkpoint.
     `rank0`: the trainer's, read by rank 0 alone and broadcast."""
-    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "cut", "deep", "half", "wide"] = "tiny"
+    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "cut", "deep", "half", "wide", "large"] = "tiny"
     """Name of the workload.
 
     `tiny`: the usual one. `even`: all sizes divide evenly. `uneven`, `uneven-tp`: shards differ in size over data-
     parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `cut`: has enough
     layers for a pipeline, of which its stages do not have equally many. `deep`: so many layers that one layer or one
     parameter is small compared with the model. `half`: as deep, with half of the layers. `wide`: can be sharded over
-    1024 ranks."""
+    1024 ranks. `large`: more tokens, longer rows and larger groups than kernels and collectives take at once."""
     optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
     """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
 
@@ -385,8 +385,16 @@ _MODELS = {
     ),
     "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
     "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
+    # Rows beyond a kernel's block of 256, groups beyond the megabyte that gloo sends at once, and more layers than any
+    # ring of buffers or of prefetched groups is long.
+    "large": replace(_TINY_MODEL, vocab_size=521, dim=272, n_layers=6, n_heads=8, ffn_dim=320, max_seq_len=256),
 }
 _DATA = DataConfig(seq_len=16, min_valid_fraction=0.25)
+_LARGE_DATA = replace(_DATA, seq_len=256)
+_LARGE_BATCH_SIZE = 8
+"""Samples of a data-parallel rank per step with the model `large`: 2,048 tokens.
+
+Up to 1,024 CUDA takes another kernel for the backward of embeddings."""
 _GLOBAL_BATCH_SIZES = (16, 24)
 """Samples per step; the second is for three data-parallel ranks, which do not divide the first."""
 # AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
@@ -438,12 +446,12 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     )
     for holds, problem in _effects(cell, mesh):
         require(holds, f"cell {cell.id}: {problem}")
-    data = _INTEGER_DATA if cell.model == "integer" else _DATA
+    data = {"integer": _INTEGER_DATA, "large": _LARGE_DATA}.get(cell.model, _DATA)
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
         pipeline=PipelineConfig(schedule=cell.pipeline),
-        data=replace(data, global_batch_size=_global_batch_size(mesh, cell.accumulation)),
+        data=replace(data, global_batch_size=_global_batch_size(mesh, cell)),
         optimizer=_optimizer(cell),
         loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
@@ -490,7 +498,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     if cell.saved_on not in ("none", "same"):
         saves = Mesh.parse(cell.saved_on)
         yield heads % saves.tp == 0, f"{heads} heads of keys cannot be divided among {saves.tp} ranks that save"
-        sizes = [_global_batch_size(each, cell.accumulation) for each in (saves, mesh)]
+        sizes = [_global_batch_size(each, cell) for each in (saves, mesh)]
         yield (
             sizes[0] == sizes[1],
             f"saved_on {cell.saved_on} has a global batch of {sizes[0]} samples, mesh {cell.mesh} of {sizes[1]}: the "
@@ -498,9 +506,14 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         )
 
 
-def _global_batch_size(mesh: Mesh, accumulation: int) -> int:
-    """Return the smallest of the usual sizes that the micro-batches divide; in large worlds each has one sample."""
-    micro_batches = mesh.dp_replicate * mesh.dp_shard * accumulation
+def _global_batch_size(mesh: Mesh, cell: Cell) -> int:
+    """Return the smallest of the usual sizes that the micro-batches divide; in large worlds each has one sample.
+
+    With the model `large` every rank has as many.
+    """
+    if cell.model == "large":
+        return _LARGE_BATCH_SIZE * mesh.dp_replicate * mesh.dp_shard
+    micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return next((size for size in _GLOBAL_BATCH_SIZES if size % micro_batches == 0), micro_batches)
 
 

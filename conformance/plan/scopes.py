@@ -66,13 +66,16 @@ GAPS = {
         "that norms are on a mesh of their own shows in reductions over dp_shard, which need two shards",
     ),
     "second-run": Gap(
-        "features > 2", "the law needs another run of each cell; laws on the numbers of one run judge it"
-    ),
-    "rerun-cost-combined": Gap(
-        "features > 2 and (pp = 1 or features > 4 or model != cut)",
+        "features > 2 or model = large",
         "the law needs another run of each cell; laws on the numbers of one run judge it",
     ),
-    "second-build": Gap("features > 3", "the law needs another run of each cell; INIT-2 judges its weights"),
+    "rerun-cost-combined": Gap(
+        "features > 2 and (pp = 1 or features > 4 or model != cut) or model = large",
+        "the law needs another run of each cell; laws on the numbers of one run judge it",
+    ),
+    "second-build": Gap(
+        "features > 3 or model = large", "the law needs another run of each cell; INIT-2 judges its weights"
+    ),
     "repetition": Gap(
         "features > 1 or features = 1 and dropout = 0.0 and compile = false and precision != bf16-mp",
         "the law runs each cell twice, and what differs between runs shows without other features too",
@@ -89,6 +92,7 @@ GAPS = {
         "saved_on != none or tied_embeddings = true or batches = uneven",
         "the law runs each cell under several schedules; streams are used as on the cells without these options",
     ),
+    "large-neighbours": Gap("model = large", "the law needs runs of neighbours; INIT-2 judges the sizes of this model"),
     "large-world-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
     "reshard-modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),
 }

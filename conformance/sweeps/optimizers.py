@@ -178,7 +178,7 @@ Ranks may step with their own numbers, which are at most 2, and round them befor
 steps at most 2**4 operators do, by 2**-24 each.
 """
 
-_BOUND_OF_REPLICAS = 2.0**-4
+BOUND_OF_REPLICAS = 2.0**-4
 """Bound on the relative deviation of Muon on replicas, among which DTensor divides its last product.
 
 An iteration makes a s + (b s^2 + c s^4) s, with coefficients 3.44, -4.78 and 2.03, of each of two numbers s = 2**-0.5,
@@ -209,7 +209,7 @@ class Setting:
     def bound(self, sample: OptimizerSample) -> float | None:
         """Return the bound on relative deviations; None if bits must be equal."""
         if sample.is_muon and self.kind == "HSDP":
-            return _BOUND_OF_REPLICAS
+            return BOUND_OF_REPLICAS
         return sample.bound or (_BOUND_OF_PENDING if self.is_pending else None)
 
 

@@ -33,7 +33,7 @@ A rank that raises an error while its peers wait is a fault after any time. If n
 """
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
-_WAITED = re.compile(
+WAITED = re.compile(
     f"{PEER_LOSS_MESSAGE.pattern}|(connect|connection|write) time(d )?out|timeout waiting|pair closure", re.IGNORECASE
 )
 """Errors of a rank that has waited for another one, as gloo and the store of a process group word them."""
@@ -252,7 +252,7 @@ def _ends(error: Exception | None, faults: Mapping[str, str]) -> list[End]:
     """Return the end of a call on each rank."""
     end = End.WRONG if faults else End.RIGHT
     if error is not None:
-        end = End.WAITED if _WAITED.search(str(error)) else End.ERROR
+        end = End.WAITED if WAITED.search(str(error)) else End.ERROR
     ends = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     ends[dist.get_rank()] = end
     dist.all_reduce(ends)
