@@ -69,11 +69,11 @@ def hf_trainer(config: LoopConfig) -> list[Mapping[str, float]]:
 
 
 def loaded(config: LoopConfig) -> nn.Module:
-    """Return the model as transformers loads and shards it; the whole one ends with this function."""
+    """Return the model as transformers loads and shards it; the full one ends with this function."""
     with tempfile.TemporaryDirectory() as own:
         directory = shared_by_rank0(own)
-        whole: Any = config.model()
-        whole.save_pretrained(directory)
+        full: Any = config.model()
+        full.save_pretrained(directory)
         dist.barrier()  # until rank 0 has written
         model = pretrained(directory, config)
         dist.barrier()  # until all have read
@@ -115,7 +115,7 @@ def arguments_for(config: LoopConfig, **options: Any) -> TrainingArguments:
 
 
 def trained(config: LoopConfig, model: nn.Module, arguments: TrainingArguments) -> list[Mapping[str, float]]:
-    """Train on all steps, after those of a checkpoint; returns what the Trainer logs of each."""
+    """Train on all steps, after those of a checkpoint; returns the Trainer's log of each."""
     steps, checkpoint = [*config.steps], next(config.load_from.iterdir()) if config.load_from else None
     done = int(checkpoint.name.partition("-")[2]) if checkpoint else 0
     arguments.max_steps = done + len(steps)
