@@ -1,0 +1,124 @@
+"""torchtune's recipe `full_finetune_distributed`: its model on the meta device, its loading, sharding and loop.
+
+Tried with torchtune 0.6.1, which imports names that torchao had until 0.15.0. https://github.com/pytorch/torchtune
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchtune.models.llama3 import base_llama_tp_plan, llama3
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.training import DummyProfiler
+
+from conformance.subjects.own_loop import LoopConfig, own_loop
+from conformance.subjects.protocol import Batch
+from conformance.subjects.shipped.workload import IGNORED, SAMPLES, tokens_and_labels
+
+SIZES = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 16,
+}
+CHUNKS = 4
+
+
+def llama() -> nn.Module:
+    """Return a small Llama 3 whose output comes in chunks, as the recipe's loss takes it."""
+    model = llama3(**SIZES)
+    model.set_num_output_chunks(CHUNKS)
+    return model  # type: ignore[no-any-return]
+
+
+def instruction(generator: torch.Generator) -> Batch:
+    """Return tokens, and labels that the recipe shifts; the first, which predicts nothing, is masked as in a prompt."""
+    batch = tokens_and_labels(generator)
+    batch["labels"][:, 0] = IGNORED
+    return {"tokens": batch["input_ids"], "labels": batch["labels"]}
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed cross entropy of each next label that counts."""
+    logits = torch.cat(model(tokens=batch["tokens"]), dim=1)[:, :-1]
+    labels = batch["labels"][:, 1:]
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+class Recipe(FullFinetuneRecipeDistributed):  # type: ignore[misc]
+    """Recipe whose attributes are those of a configuration of the suite, in place of a file."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self._device, self._dtype, self._compile = config.device, torch.float32, False
+        self.world_size, self._is_rank_zero = dist.get_world_size(), True  # all ranks log
+        self.tensor_parallel_dim = config.shape.get("tp", 1)
+        self.data_parallel_dim = self.world_size // self.tensor_parallel_dim
+        self.tensor_parallel_plan = base_llama_tp_plan()
+        self._model = self._setup_model(
+            OmegaConf.create({"_component_": "torchtune.models.llama3.llama3", **SIZES}),
+            enable_activation_checkpointing=False,
+            enable_activation_offloading=False,
+            fsdp_cpu_offload=False,
+            reshard_after_forward=True,
+            model_state_dict=config.model().state_dict(),
+        )
+        self._loss_fn = CEWithChunkedOutputLoss(CHUNKS)
+        self._model.set_num_output_chunks(CHUNKS)
+        self.activations_handling_ctx = nullcontext()
+        self.ignore_labels_cache = torch.full((SAMPLES, 1), IGNORED, device=config.device)
+        self._optimizer, self._optimizer_in_bwd = config.optimizer(self._model.parameters()), False
+        self._clip_grad_norm, self._gradient_accumulation_steps = config.max_norm, config.accumulation
+        self._lr_scheduler = None
+        self._profiler, self.profiler_profile_memory = DummyProfiler(), False
+        self.seed = self.epochs_run = self.global_step = 0
+        self.total_epochs, self.max_steps_per_epoch = 1, -1
+        self._dataloader = Batches(config.loader)
+        self._steps_per_epoch = len(self._dataloader)
+        self._log_every_n_steps, self._log_peak_memory_stats = 1, False
+        self.logged: list[Mapping[str, float]] = []
+        self._metric_logger = SimpleNamespace(log_dict=lambda logs, step: self.logged.append(logs))
+        self._checkpoint_client = SimpleNamespace(save_checkpoint=lambda **_unused: None)
+
+
+class Batches:
+    """Loader of copies of the suite's micro-batches, of which the recipe takes the labels out."""
+
+    sampler = SimpleNamespace(set_epoch=lambda _epoch: None)
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({**batch} for batch in self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing that is kept."""
+        return {}
+
+
+@own_loop(
+    model=llama,
+    loss=loss,
+    batch=instruction,
+    meshes=["dp2", "dp2-tp2"],
+    accumulation="even",
+    packages=["torchtune", "torchao"],
+)
+def torchtune(config: LoopConfig) -> list[Mapping[str, float]]:
+    """Train by the recipe's own `train`."""
+    recipe = Recipe(config)
+    recipe.train()
+    return recipe.logged
