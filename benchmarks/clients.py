@@ -50,8 +50,9 @@ def main() -> None:
     parser.add_argument("clients", nargs="+", choices=FIRST_TRIALS, metavar="CLIENT", help=", ".join(FIRST_TRIALS))
     for name in parser.parse_args().clients:
         with tempfile.TemporaryDirectory() as directory:
-            measured = read_measured()
-            clients = measured.clients | {name: durations(name, Path(directory))}
+            took = durations(name, Path(directory))
+        measured = read_measured()
+        clients = measured.clients | {name: took}
         everything = msgspec.structs.replace(measured, clients=clients)
         MEASURED_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1) + b"\n")
 
