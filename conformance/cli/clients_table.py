@@ -1,14 +1,13 @@
 """Table of the trainers of other people that were judged by the documentation: lines and minutes, then and now.
 
-Lines are counted in the shipped adapters, durations come from docs/measured.json, which `python -m benchmarks.clients`
-writes, and verdicts from docs/subjects.
+Lines are counted in the shipped adapters, durations of `pip install` come from docs/measured.json, which `python -m
+benchmarks.clients` writes, verdicts and their durations from docs/subjects.
 """
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from tabulate import tabulate
 
 from conformance.project import PACKAGE
@@ -34,18 +33,9 @@ packages in a new environment, `judge` tries all cells and faults.
 _SHIPPED = PACKAGE / "subjects" / "shipped"
 
 
-class ClientDurations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured durations for a client, in seconds."""
-
-    install_s: float
-    """Duration of `pip install` of torch, the suite and the client's packages into a new environment."""
-    verdict_s: float
-    """Duration of `conformance judge CLIENT`, faults included."""
-    torch: str
-    processors: int
-
-
-def table(failing: Mapping[str, Sequence[str]], measured: Mapping[str, ClientDurations]) -> str:
+def table(
+    *, failing: Mapping[str, Sequence[str]], judging_s: Mapping[str, float], installing_s: Mapping[str, float]
+) -> str:
     """Return a Markdown table of the clients of the first trials that were judged again, with laws that each fails."""
     rows = [
         [
@@ -53,7 +43,8 @@ def table(failing: Mapping[str, Sequence[str]], measured: Mapping[str, ClientDur
             lines,
             *needed_lines(_SHIPPED / f"{_file(name)}.py", name.replace("-", "_")),
             minutes,
-            *_took(measured.get(name)),
+            _minutes(installing_s.get(name)),
+            _minutes(judging_s[name]),
             ", ".join(f"`{law}`" for law in failing[name]) or "conformant",
         ]
         for name, (lines, minutes) in FIRST_TRIALS.items()
@@ -69,10 +60,8 @@ def _file(name: str) -> str:
     return next(candidate for candidate in candidates if (_SHIPPED / f"{candidate}.py").exists())
 
 
-def _took(durations: ClientDurations | None) -> tuple[str, str]:
-    if durations is None:
-        return "not measured", "not measured"
-    return f"{durations.install_s / 60:.1f} min", f"{durations.verdict_s / 60:.1f} min"
+def _minutes(duration_s: float | None) -> str:
+    return "not measured" if duration_s is None else f"{duration_s / 60:.1f} min"
 
 
 def needed_lines(file: Path, name: str) -> tuple[int, int]:

@@ -59,7 +59,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_command: Durations | None = None
     """Durations of the README's first command in a fresh clone, set-up included."""
     profiles: dict[str, Durations] = {}
-    clients: dict[str, clients_table.ClientDurations] = {}
+    installing_s: dict[str, float] = {}
+    """Durations of `pip install` of torch, the suite and a client in a new environment, by client."""
 
 
 def read_measured() -> Measured:
@@ -203,8 +204,12 @@ def _clients(measured: Measured) -> str:
     """Return a table of the clients of the first trials: lines, durations and verdicts."""
     from conformance.subjects import keeping  # torch is for those who ask for this page
 
-    failing = {name: keeping.failing_laws(subject) for name, subject in keeping.read_kept().items()}
-    return clients_table.table(failing, measured.clients)
+    kept = keeping.read_kept()
+    return clients_table.table(
+        failing={name: keeping.failing_laws(subject) for name, subject in kept.items()},
+        judging_s={name: subject.duration_s for name, subject in kept.items()},
+        installing_s=measured.installing_s,
+    )
 
 
 def _packages() -> str:

@@ -3,6 +3,7 @@
 Tried with torchtune 0.6.1, which imports names that torchao had until 0.15.0. https://github.com/pytorch/torchtune
 """
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from omegaconf import OmegaConf
 from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torchtune.models.llama3 import base_llama_tp_plan, llama3
+from torchtune import training
+from torchtune.models.llama3 import llama3
 from torchtune.modules.loss import CEWithChunkedOutputLoss
-from torchtune.training import DummyProfiler
 
+from conformance.subjects.cells import SubjectCell
 from conformance.subjects.own_loop import LoopConfig, own_loop
 from conformance.subjects.protocol import Batch
 from conformance.subjects.shipped.workload import IGNORED, SAMPLES, tokens_and_labels
@@ -55,15 +57,21 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
+def refuses(cell: SubjectCell) -> str | None:
+    """Return the reason for tensor parallelism, and for other devices than processors."""
+    if cell.device != "cpu":
+        return "torchtune has names for the accelerators that it knows: this adapter runs it on processors"
+    return "torchtune leaves norms off the tensor-parallel mesh" if "tp" in cell.shape else None
+
+
 class Recipe(FullFinetuneRecipeDistributed):  # type: ignore[misc]
     """Recipe whose attributes are those of a configuration of the suite, in place of a file."""
 
     def __init__(self, config: LoopConfig) -> None:
         self._device, self._dtype, self._compile = config.device, torch.float32, False
-        self.world_size, self._is_rank_zero = dist.get_world_size(), True  # all ranks log
-        self.tensor_parallel_dim = config.shape.get("tp", 1)
-        self.data_parallel_dim = self.world_size // self.tensor_parallel_dim
-        self.tensor_parallel_plan = base_llama_tp_plan()
+        self.world_size = self.data_parallel_dim = dist.get_world_size()
+        self.tensor_parallel_dim = 1
+        self._is_rank_zero = False  # which would measure the memory of a GPU
         self._model = self._setup_model(
             OmegaConf.create({"_component_": "torchtune.models.llama3.llama3", **SIZES}),
             enable_activation_checkpointing=False,
@@ -72,6 +80,7 @@ class Recipe(FullFinetuneRecipeDistributed):  # type: ignore[misc]
             reshard_after_forward=True,
             model_state_dict=config.model().state_dict(),
         )
+        self._is_rank_zero = True  # all ranks log
         self._loss_fn = CEWithChunkedOutputLoss(CHUNKS)
         self._model.set_num_output_chunks(CHUNKS)
         self.activations_handling_ctx = nullcontext()
@@ -79,7 +88,7 @@ class Recipe(FullFinetuneRecipeDistributed):  # type: ignore[misc]
         self._optimizer, self._optimizer_in_bwd = config.optimizer(self._model.parameters()), False
         self._clip_grad_norm, self._gradient_accumulation_steps = config.max_norm, config.accumulation
         self._lr_scheduler = None
-        self._profiler, self.profiler_profile_memory = DummyProfiler(), False
+        self._profiler, self.profiler_profile_memory = training.DummyProfiler(), False
         self.seed = self.epochs_run = self.global_step = 0
         self.total_epochs, self.max_steps_per_epoch = 1, -1
         self._dataloader = Batches(config.loader)
@@ -113,12 +122,14 @@ class Batches:
     model=llama,
     loss=loss,
     batch=instruction,
-    meshes=["dp2", "dp2-tp2"],
     accumulation="even",
     packages=["torchtune", "torchao"],
+    refuses=refuses,
+    shims=["torchtune.training.cleanup_before_training = gc.collect"],
 )
 def torchtune(config: LoopConfig) -> list[Mapping[str, float]]:
     """Train by the recipe's own `train`."""
+    training.cleanup_before_training = gc.collect  # its own empties a cache that processors lack
     recipe = Recipe(config)
     recipe.train()
     return recipe.logged

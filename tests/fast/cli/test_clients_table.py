@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from conformance.cli.clients_table import FIRST_TRIALS, ClientDurations, needed_lines, table
+from conformance.cli.clients_table import FIRST_TRIALS, needed_lines, table
 
 _MODULE = '''"""Module."""
 
@@ -45,8 +45,8 @@ def test_lines_are_those_that_a_function_needs(tmp_path: Path) -> None:
 
 
 def test_the_table_has_a_row_for_each_client_that_was_judged() -> None:
-    durations = ClientDurations(install_s=90, verdict_s=30, processors=2, torch="2.13.0")
-    rows = table({"timm": [], "verl": ["loss"]}, {"timm": durations}).splitlines()
+    failing, judging_s = {"timm": [], "verl": ["loss"]}, {"timm": 30.0, "verl": 60.0}
+    rows = table(failing=failing, judging_s=judging_s, installing_s={"timm": 90.0}).splitlines()
     (timm,), (verl,) = ([row for row in rows if row.startswith(f"| {name} ")] for name in ("timm", "verl"))
     assert "1.5 min" in timm
     assert "0.5 min" in timm
