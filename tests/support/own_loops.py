@@ -133,7 +133,7 @@ def loop(trainer: Callable[[LoopConfig], Any], **options: Any) -> Any:
 
 
 class OtherModel(Trainer):
-    """Trainer of a model of its own on the meta device, into which it loads the weights that it is given."""
+    """Trainer of another model, made on the meta device, into which it loads the given weights."""
 
     def __init__(self, config: LoopConfig) -> None:
         self.max_norm = config.max_norm

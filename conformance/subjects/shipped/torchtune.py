@@ -6,19 +6,20 @@ Tried with torchtune 0.6.1, which imports names that torchao had until 0.15.0. h
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchtune import training
 from torchtune.models.llama3 import llama3
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from conformance.importing import load_file
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.own_loop import LoopConfig, own_loop
 from conformance.subjects.protocol import Batch
@@ -34,6 +35,8 @@ SIZES = {
     "max_seq_len": 16,
 }
 CHUNKS = 4
+RECIPES = load_file(Path(training.__file__).parents[2] / "recipes" / "full_finetune_distributed.py")
+"""Module of the recipe, which torchtune installs as a file that is not to be imported."""
 
 
 def llama() -> nn.Module:
@@ -64,7 +67,7 @@ def refuses(cell: SubjectCell) -> str | None:
     return "torchtune leaves norms off the tensor-parallel mesh" if "tp" in cell.shape else None
 
 
-class Recipe(FullFinetuneRecipeDistributed):  # type: ignore[misc]
+class Recipe(RECIPES.FullFinetuneRecipeDistributed):  # type: ignore[name-defined, misc]
     """Recipe whose attributes are those of a configuration of the suite, in place of a file."""
 
     def __init__(self, config: LoopConfig) -> None:
