@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from conformance.cli.docs import MEASURED_FILE, Durations, Measured, read_measured
+from conformance.cli.docs import MEASURED_FILE, Durations, read_measured
 from conformance.project import PROJECT
 from conformance.report.schema import Report
 
@@ -65,7 +65,7 @@ def main() -> None:
         reports = options.reports or Path(scratch)
         profiles = {name: profile_durations(name, reports / name, runs=options.runs) for name in options.profiles}
         first = first_command_durations(Path(scratch, "clone")) if options.first_command else measured.first_command
-    everything = Measured(first_command=first, profiles=measured.profiles | profiles)
+    everything = msgspec.structs.replace(measured, first_command=first, profiles=measured.profiles | profiles)
     MEASURED_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1) + b"\n")
 
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 from tabulate import tabulate
 
+from conformance.cli import clients_table, kinds_document
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
@@ -59,6 +60,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_command: Durations | None = None
     """Durations of the README's first command in a fresh clone, set-up included."""
     profiles: dict[str, Durations] = {}
+    installing_s: dict[str, float] = {}
+    """Durations of `pip install` of torch, the suite and a client in a new environment, by client."""
 
 
 def read_measured() -> Measured:
@@ -103,7 +106,13 @@ def generated() -> dict[Path, str]:
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
         docs / "judge_your_trainer.md": _with_blocks(
-            docs / "judge_your_trainer.md", {"kinds": _kinds, "subject-laws": _subject_laws, "subjects": _subjects}
+            docs / "judge_your_trainer.md",
+            {
+                "kinds": _kinds,
+                "subject-laws": _subject_laws,
+                "subjects": _subjects,
+                "clients": lambda: _clients(measured),
+            },
         ),
         LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
@@ -115,6 +124,7 @@ def generated() -> dict[Path, str]:
         docs / "predict.md": published_markdown(read_published()),
         docs / "torch_coverage.md": markdown_document(read_kept()),
         **_fidelity(),
+        kinds_document.DOCUMENT: kinds_document.as_markdown(),
     }
 
 
@@ -174,8 +184,8 @@ def _families(matrix: Matrix) -> str:
 
 def _kinds() -> str:
     """Return a table of the examples that `conformance judge --init` writes."""
-    rows = [(f"`{kind}`", *described(kind)) for kind in kinds()]
-    return tabulate(rows, headers=["kind", "example", "what is different"], tablefmt="github")
+    rows = [(f"[{kind}]({kinds_document.DOCUMENT.name}#{kind})", described(kind)[0]) for kind in kinds()]
+    return tabulate(rows, headers=["kind", "example"], tablefmt="github")
 
 
 def _subject_laws() -> str:
@@ -190,6 +200,18 @@ def _subjects() -> str:
     from conformance.subjects import keeping  # torch is for those who ask for this page
 
     return keeping.table(keeping.read_kept())
+
+
+def _clients(measured: Measured) -> str:
+    """Return a table of the clients of the first trials: lines, durations and verdicts."""
+    from conformance.subjects import keeping  # torch is for those who ask for this page
+
+    kept = keeping.read_kept()
+    return clients_table.table(
+        failing={name: keeping.failing_laws(subject) for name, subject in kept.items()},
+        judging_s={name: subject.duration_s for name, subject in kept.items()},
+        installing_s=measured.installing_s,
+    )
 
 
 def _packages() -> str:

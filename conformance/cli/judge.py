@@ -46,7 +46,9 @@ def add_parser(commands: Commands) -> None:
         help=f"write an example to begin with (default: {_EXAMPLE})",
     )
     parser.add_argument(
-        "--kind", metavar="KIND", help=f"with --init: one of {', '.join(kinds())} (default: {DEFAULT_KIND})"
+        "--kind",
+        metavar="KIND",
+        help=f"with --init: one of {', '.join(kinds())} (default: {DEFAULT_KIND}); docs/kinds.md has a section on each",
     )
     parser.add_argument(
         "--loop",

@@ -9,6 +9,8 @@ from reference_trainer.strict_yaml import allowed
 
 DEFAULT_KIND = "language-model"
 LOOP_KIND = "own-loop"
+ADVICE = ("What to say", "What is different", "Not judged", "Typical mistakes")
+"""First words of the paragraphs of an example's docstring, after its commands."""
 _DIRECTORY = PACKAGE / "subjects" / "examples"
 _SUFFIX = ".py.txt"
 
@@ -40,16 +42,30 @@ def write_example(kind: str, file: Path) -> list[str]:
     if file.exists():
         raise UsageError(f"{file} exists: give another name, or remove it")
     file.write_text(text)
+    return commands(text)
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands that judge the subjects of an example's text."""
     return [line.strip() for line in _docstring(text).splitlines() if line.startswith("    conformance judge ")]
 
 
 def described(kind: str) -> tuple[str, str]:
-    """Return the subject of a kind's example, and its differences from other kinds.
+    """Return the subject of a kind's example, and its differences from other kinds, of the example's docstring."""
+    title = _docstring(example(kind)).splitlines()[0].partition(", judged by")[0].rstrip(".")
+    return title, advice(kind)["What is different"]
 
-    Both are the example's own docstring: its first line and its last paragraph.
+
+def advice(kind: str) -> dict[str, str]:
+    """Return the paragraphs of the docstring of a kind's example by their first words, each of `ADVICE`.
+
+    Raises ValueError for an example that lacks one.
     """
-    first, *_, last = [" ".join(paragraph.split()) for paragraph in _docstring(example(kind)).split("\n\n")]
-    return first.partition(", judged by")[0].rstrip("."), last.removeprefix("What is different").partition(": ")[2]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in _docstring(example(kind)).split("\n\n")]
+    found = dict(paragraph.partition(": ")[::2] for paragraph in paragraphs if paragraph.startswith(ADVICE))
+    if tuple(found) != ADVICE:
+        raise ValueError(f"the example of {kind} says {[*found]}, and {[*ADVICE]} are needed in this order")
+    return found
 
 
 def _docstring(text: str) -> str:

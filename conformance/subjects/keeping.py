@@ -84,6 +84,11 @@ def table(kept: Mapping[str, KeptSubject]) -> str:
     return f"{verdicts}\n\n" + "\n".join([*about, *failures]) + "\n"
 
 
+def failing_laws(subject: KeptSubject) -> list[str]:
+    """Return the laws that a subject fails on any cell, those that did not run on account of a crash included."""
+    return [law for law, verdicts in subject.laws.items() if any(verdict in BAD for verdict in verdicts.values())]
+
+
 def _failures(subject: KeptSubject) -> Iterator[str]:
     """Yield the laws that fail first on a cell for the same reason, with cell and reason."""
     laws: dict[tuple[str, str], list[str]] = {}

@@ -142,6 +142,7 @@ def _on_one_rank(alone: ActivationMemory, saved_bytes: int) -> ActivationMemory:
         forward_bytes=min(most.forward_bytes, saved_bytes + most.others_in_forward_bytes),
         held_bytes=min(most.held_bytes, held_bytes),
         backward_bytes=min(most.backward_bytes, saved_bytes + most.others_in_backward_bytes),
+        output_bytes=alone.output_bytes,  # a variable names one layout, which is whole at most
     )
 
 

@@ -221,6 +221,7 @@ class OwnLoopRun:
     def found(self) -> None:
         """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
         assert self._observer is not None, "the loop does not run"
+        self._own_model = None  # of which a loop may have used the weights alone, for a model of its own
         for _ in range(SAVED_AFTER // len(self._turns) if self._load_from else 0):
             self._expected_optimizer.step()  # which the schedule follows
         require_same_optimizers(self.optimizer, self._expected_optimizer, rank=dist.get_rank())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -129,6 +130,19 @@ def loop(trainer: Callable[[LoopConfig], Any], **options: Any) -> Any:
             yield made.train_step(micro_batches)
 
     return train
+
+
+class OtherModel(Trainer):
+    """Trainer of another model, made on the meta device, into which it loads the given weights."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self.max_norm = config.max_norm
+        weights = config.model().state_dict()
+        with torch.device("meta"):
+            self.model = sharded(Net())
+        self.model.to_empty(device=config.device)
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+        self.optimizer = sgd(self.model.parameters())
 
 
 class OwnClip(Trainer):
@@ -365,6 +379,7 @@ def resumed_schedule(config: LoopConfig) -> Iterator[Any]:
 
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
+other_model = loop(OtherModel)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))

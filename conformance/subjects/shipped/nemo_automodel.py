@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from conformance.subjects import LoopConfig, language_model, own_loop, use_shims
@@ -17,11 +18,8 @@ use_shims("cuda-as-processor")
 
 from nemo_automodel.components.models.common import BackendConfig  # noqa: E402
 from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM  # noqa: E402
-from nemo_automodel.components.training.utils import (  # noqa: E402
-    prepare_for_final_backward,
-    prepare_for_grad_accumulation,
-    scale_grads_and_clip_grad_norm,
-)
+from nemo_automodel.components.moe.parallelizer import apply_ep, apply_fsdp  # noqa: E402
+from nemo_automodel.components.training import utils  # noqa: E402
 from transformers import Qwen3MoeConfig  # noqa: E402
 
 VOCABULARY = 64
@@ -52,21 +50,39 @@ def qwen3_moe() -> nn.Module:
 
 @own_loop(model=qwen3_moe, **_OBJECTIVE, meshes=["dp2", "hsdp2x2"])
 def nemo_automodel(config: LoopConfig) -> Iterator[None]:
-    """Divide by the labels of all ranks, and synchronise gradients in the last micro-batch."""
+    """Train with whole experts, which FSDP2 shards like other layers."""
     model: Any = config.model()
     mesh = config.device_mesh()
     for module in (*model.model.layers.values(), model):
         fully_shard(module, mesh=mesh)
+    return train(config, model)
+
+
+@own_loop(model=qwen3_moe, **_OBJECTIVE)
+def nemo_automodel_experts(config: LoopConfig) -> Iterator[None]:
+    """Train with expert parallelism over the ranks that see different data."""
+    model = config.model()
+    ranks = dist.get_world_size()
+    experts = init_device_mesh(config.device.type, (1, ranks), mesh_dim_names=("ep_shard", "ep"))
+    apply_ep(model, experts["ep"])
+    apply_fsdp(model, config.device_mesh(), ep_enabled=True, ep_shard_enabled=False, mp_policy=config.mixed_precision)
+    return train(config, model, moe_mesh=experts, ep_axis_name="ep", dp_group_size=ranks)
+
+
+def train(config: LoopConfig, model: nn.Module, **expert_options: Any) -> Iterator[None]:
+    """Divide by the labels of all ranks, and synchronise gradients in the last micro-batch."""
     optimizer = config.optimizer(model.parameters())
     for batches in config.steps:
         labels = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
         dist.all_reduce(labels)
-        prepare_for_grad_accumulation([model])
+        utils.prepare_for_grad_accumulation([model])
         for index, batch in enumerate(batches):
             if index == len(batches) - 1:
-                prepare_for_final_backward([model])
+                utils.prepare_for_final_backward([model])
             torch.autograd.backward(_OBJECTIVE["loss"](model, batch) * dist.get_world_size() / labels)
-        scale_grads_and_clip_grad_norm(config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True)
+        utils.scale_grads_and_clip_grad_norm(
+            config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True, **expert_options
+        )
         optimizer.step()
         optimizer.zero_grad()
         yield

@@ -11,15 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.optim import Adam, AdamW
 
 from conformance.importing import load_file
@@ -74,20 +66,20 @@ def llama() -> nn.Module:
     return model
 
 
-_ROWS = RowwiseParallel(output_layouts=Shard(1))
-_ROOT: dict[str, ParallelStyle] = {
-    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+_ROWS = parallel.RowwiseParallel(output_layouts=Shard(1))
+_ROOT: dict[str, parallel.ParallelStyle] = {
+    "tok_embeddings": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": parallel.SequenceParallel(),
+    "output": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-_LAYER: dict[str, ParallelStyle] = {
-    "attention_norm": SequenceParallel(),
-    "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-    **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+_LAYER: dict[str, parallel.ParallelStyle] = {
+    "attention_norm": parallel.SequenceParallel(),
+    "attention": parallel.PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+    **{f"attention.{name}": parallel.ColwiseParallel() for name in ("wq", "wk", "wv")},
     "attention.wo": _ROWS,
-    "ffn_norm": SequenceParallel(),
-    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+    "ffn_norm": parallel.SequenceParallel(),
+    "feed_forward": parallel.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    **{f"feed_forward.{name}": parallel.ColwiseParallel() for name in ("w1", "w3")},
     "feed_forward.w2": _ROWS,
 }
 """Plan of the example, whose script wraps the model in FSDP1: `fully_shard` takes its place."""
@@ -101,9 +93,9 @@ _LAYER: dict[str, ParallelStyle] = {
 )
 def pytorch_examples_tp(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
     """Shard features and sequence over `tp`, with local numbers of heads, and all parameters over `dp_shard`."""
-    parallelize_module(model, mesh["tp"], _ROOT)
+    parallel.parallelize_module(model, mesh["tp"], _ROOT)
     for layer in model.layers:
         layer.attention.n_heads //= mesh["tp"].size()
         layer.attention.n_kv_heads //= mesh["tp"].size()
-        parallelize_module(layer, mesh["tp"], _LAYER)
+        parallel.parallelize_module(layer, mesh["tp"], _LAYER)
     fully_shard(model, mesh=mesh["dp_shard"])

@@ -21,8 +21,17 @@ from transformers.distributed import DistributedConfig
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.decorated import clip_with_torch
 from conformance.subjects.loop import DataGroup, Loop
+from conformance.subjects.own_loop import LoopConfig
 from conformance.subjects.protocol import Batch, LoopedRun, Run
-from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
+from conformance.subjects.shipped.workload import (
+    DIM,
+    LAYERS,
+    SEQ_LEN,
+    VOCAB_SIZE,
+    OfDecoder,
+    shared_by_rank0,
+    token_loss,
+)
 
 
 class TransformersNative(OfDecoder):
@@ -117,14 +126,7 @@ class PretrainedLoop(Loop):
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
 
 
-def shared_by_rank0(directory: str) -> str:
-    """Return the directory that rank 0 gives."""
-    shared = [directory]
-    dist.broadcast_object_list(shared)
-    return shared[0]
-
-
-def pretrained(directory: str | Path, cell: SubjectCell) -> nn.Module:
+def pretrained(directory: str | Path, cell: SubjectCell | LoopConfig) -> nn.Module:
     """Load a model sharded as a cell says."""
     options = DistributedConfig(
         fsdp_size=cell.shape["dp_shard"],

@@ -18,11 +18,7 @@ use_shims("cuda-as-processor")
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from verl.models.transformers.dense_common import forward_with_torch_backend  # noqa: E402
-from verl.utils.fsdp_utils import (  # noqa: E402
-    apply_fsdp2,
-    fsdp2_clip_grad_norm_,
-    fsdp2_load_full_state_dict,
-)
+from verl.utils import fsdp_utils  # noqa: E402
 
 VOCABULARY, SAMPLES, LENGTH = 64, 4, 8
 
@@ -65,8 +61,8 @@ def weighted_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
     weights = model.state_dict()
-    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {"wrap_policy": {}})
-    fsdp2_load_full_state_dict(model, weights, mesh, None)
+    fsdp_utils.apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {"wrap_policy": {}})
+    fsdp_utils.fsdp2_load_full_state_dict(model, weights, mesh, None)
 
 
 _declare: Any = partial(
@@ -74,7 +70,7 @@ _declare: Any = partial(
     tied_model=partial(qwen3, tied=True),
     batch=tokens_and_weights,
     loss=weighted_loss,
-    clip=fsdp2_clip_grad_norm_,
+    clip=fsdp_utils.fsdp2_clip_grad_norm_,
     optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
     meshes=["dp2", "hsdp2x2"],
 )

@@ -4,6 +4,7 @@ import importlib.metadata
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -95,6 +96,13 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, plan)
+
+
+def shared_by_rank0(directory: str) -> str:
+    """Return the directory that rank 0 gives."""
+    shared = [directory]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 class OfDecoder:

@@ -18,7 +18,7 @@ from conformance.project import PROJECT
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
 
 GENERATED = (
-    *("conformance/laws/README.md", "docs/kill_matrix.md", "docs/located.md", "docs/mistakes.md"),
+    *("conformance/laws/README.md", "docs/kinds.md", "docs/kill_matrix.md", "docs/located.md", "docs/mistakes.md"),
     *("docs/sim/fidelity.md", "docs/sim/operators.md", "docs/sim/pytorch_tests.md", "docs/torch_coverage.md"),
     *("docs/loud_faults.md", "docs/predict.md"),
     *("findings/README.md", "docs/symptoms.md"),

@@ -46,6 +46,7 @@ def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Ce
     [
         ("script", {"initial-weights"}),
         ("right", set()),
+        ("other_model", set()),
         ("own_clip", {"gradient-norm"}),
         ("sync_always", set()),
         ("closure", {"loss"}),
