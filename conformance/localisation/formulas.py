@@ -91,7 +91,28 @@ def _for_gradients(evidence: Evidence, formulas: StepFormulas, step: int) -> lis
             _told(formulas, formula, factor, within=max(CLOSE, *(each.value for each in _bounds(evidence, 0).values())))
         )
         found += [NamedFormula(id_, f"your gradients are {sentence}", step) for id_, sentence in told]
-    return found
+    return found or list(_with_decay(evidence, formulas, measured, step))
+
+
+def _with_decay(
+    evidence: Evidence, formulas: StepFormulas, measured: Sequence[Shards], step: int
+) -> Iterator[NamedFormula]:
+    """Yield a formula if wrong gradients are the right ones and one multiple of the weights before the step."""
+    rates = []
+    for rank, own in enumerate(measured):
+        weights = evidence.record.shards_below(f"step{step}/parameter/", rank=rank)
+        for name, expected in shards_of(evidence.record, formulas.right, rank).items():
+            if deviation(own[name], expected) <= _bounds(evidence, step)[name].value:
+                continue
+            added, weight = own[name].double() - expected.double(), weights[name].double()
+            rates.append(float((added * weight).sum() / weight.square().sum()))
+            if not deviation(added, weight * rates[-1]) <= CLOSE:
+                return
+    if rates and _are_close(rates, [rates[0]] * len(rates)):
+        told = (
+            f"your gradients are those of the mean and {rates[0]:.4g} times the weights: weight decay is added to them"
+        )
+        yield NamedFormula("weight-decay", told, step)
 
 
 def _told(formulas: StepFormulas, formula: Formula, factor: float, *, within: float) -> Iterator[tuple[str, str]]:
