@@ -89,9 +89,9 @@ class _Search:
         place = self._location
         if self._failure is not None or (place is not None and place.stage in _BEFORE_FORMULAS):
             return
+        self._of_loop = _scaled_in_clipping(self._runs, self._cell) or _in_another_turn(self._runs, self._cell)
         if self._reasons.keys() & _OF_NUMBERS:
             self.formulas = named_formulas(self._runs, self._cell)
-        self._of_loop = _scaled_in_clipping(self._runs, self._cell) or _in_another_turn(self._runs, self._cell)
         if place is not None and place.stage == "forward":
             self._random = _randomness(self._runs, self._cell)
         if place is not None and place.stage in ("reduction", "clipping"):

@@ -111,7 +111,7 @@ class _Step:
     """One step of a cell in one process."""
 
     def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
-        self._subject, self._cell, self._step = turn_of(subject, step).subject, cell, step
+        self._turn, self._cell, self._step = turn_of(subject, step), cell, step
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
         self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))
@@ -129,12 +129,12 @@ class _Step:
                 for batch in batches:
                     self._take(model, batch if dtype is None else to_dtype(batch, dtype), taps[-1], autocast=autocast)
                     _add_gradients(model, sums)
-        return taps, sums
+        return taps, {name: each for name, each in sums.items() if self._turn.trains(name)}
 
     def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:
         taps.phase("forward", step=self._step)
         with torch.autocast(reference.device_type(model), torch.bfloat16, enabled=autocast):
-            loss = self._subject.loss(model, batch)
+            loss = self._turn.subject.loss(model, batch)
         taps.phase("backward", step=self._step)
         mean = loss / self._count
         taps.numbers.setdefault(f"{self._step} backward", []).append(Number(-1, float(mean.detach())))

@@ -148,8 +148,8 @@ class StepFormulas:
         """Yield the formulas, the most frequent mistakes first.
 
         `shards` is the number of neighbouring ranks that have different shards: the others hold copies. `before` are
-        full gradients that the step before left, and `limit` is that of clipping. Means of means are left out where all
-        count alike: they are right.
+        full gradients that the step before left, or the last one of the same turn, and `limit` is that of clipping.
+        Means of means are left out where all count alike: they are right.
         """
         yield self._formula("mean", "the mean over all that counts", self.right)
         yield from self._means()
@@ -159,14 +159,14 @@ class StepFormulas:
             stale = _sum([(1.0 / self.facts.total, self._stale)])
             told = "this step's data at the weights of the step before: weights are stale"
             yield self._formula("stale-weights", told, stale, has_factor="no")
-        if before:
-            added = _sum([(1.0, self.right), (1.0, before)])
-            told = "this step and those that the step before has left: they are not set to zero"
-            yield self._formula("not-zeroed", told, added, has_factor="no")
         if self._left:
             left = _sum([(1.0, self.right), (1.0, self._left)])
             told = "this turn and those that the turn before has left in the same network: they are not set to zero"
             yield self._formula("left-by-another-turn", told, left, has_factor="no")
+        if before:
+            added = _sum([(1.0, self.right), (1.0, self._left), (1.0, before)])
+            told = "this step and those that the step before has left: they are not set to zero"
+            yield self._formula("not-zeroed", told, added, has_factor="no")
         told = "micro-batches that are clipped one by one, before the gradients of all are added"
         yield self._formula("clipped-one-by-one", told, self._clipped_one_by_one(limit), has_factor="no")
 

@@ -337,6 +337,9 @@ class SubjectRecorder:
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
+        for module in run.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation after the last step leaves the root unsharded
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()

@@ -390,7 +390,7 @@ class Moments:
 
         Raises SubjectMistake if turns have another order.
         """
-        if self._is_over or len(self._turns) == 1 or self._in_step:
+        if len(self._turns) == 1 or self._in_step:
             return False
         held = {id(parameter) for parameter in parameters_of(optimizer)}
         if held & self._stepping_now:

@@ -22,6 +22,17 @@ class NothingForgotten(Trainer):
             super().forget(network)
 
 
+class OneForgotten(Trainer):
+    """Trainer that forgets the gradients with which an optimizer has stepped, and those of another turn never."""
+
+    def forget(self, network: str) -> None:
+        pass
+
+    def step(self, network: str) -> None:
+        super().step(network)
+        self.optimizers[network].zero_grad()
+
+
 class NotDetached(Trainer):
     """Trainer in which the discriminator's loss reaches the generator, whose gradients are forgotten too early."""
 
@@ -73,19 +84,19 @@ class OtherClipped(Trainer):
 
 
 class GatheredTwice(Trainer):
-    """Trainer whose discriminator is gathered once more whenever it computes."""
+    """Trainer whose discriminator is gathered once more after each backward pass through it."""
 
     def shard(self, network: Any) -> None:
         super().shard(network)
         if network is self.networks["discriminator"]:
             for layer in (network[0], network[2]):
-                layer.register_forward_pre_hook(gather_again)
+                layer.register_full_backward_hook(gather_again)
 
 
-def gather_again(layer: Any, _inputs: Any) -> None:
-    """Gather a layer once more, as a hook before its forward pass and behind that of FSDP."""
-    layer.reshard()
+def gather_again(layer: Any, *_gradients: Any) -> None:
+    """Gather a layer once more."""
     layer.unshard()
+    layer.reshard()
 
 
 class GeneratorFirst(Trainer):
@@ -148,6 +159,7 @@ def loop(trainer: type[Trainer], **options: Any) -> Any:
 
 right, nothing_forgotten, not_detached = loop(Trainer), loop(NothingForgotten), loop(NotDetached)
 not_reduced, generator_first, gathered_twice = loop(NotReduced), loop(GeneratorFirst), loop(GatheredTwice)
+one_forgotten = loop(OneForgotten)
 discriminator_steps, discriminator_steps_later = loop(DiscriminatorSteps), loop(DiscriminatorStepsLater)
 two_steps_of_discriminator, other_clipped = loop(TwoStepsOfDiscriminator), loop(OtherClipped)
 scheduled, schedule_not_loaded, moments_not_loaded = (

@@ -165,6 +165,7 @@ class Averaging(Trainer):
     @torch.no_grad()
     def evaluate(self) -> None:
         self.average(DATA[0]["tokens"])
+        self.average.reshard()  # the root stays unsharded after a forward pass
 
 
 class AverageLeft(Averaging):
@@ -175,6 +176,7 @@ class AverageLeft(Averaging):
         for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
             weight.copy_(mean)
         self.model(DATA[0]["tokens"])
+        self.model.reshard()
 
 
 class NeverUnscaled(Scaled):

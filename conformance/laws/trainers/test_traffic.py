@@ -19,6 +19,7 @@ from conformance.subjects.evidence import (
     FsdpGroup,
     fsdp_collectives,
     fsdp_groups,
+    gathers_between_steps,
     replica_groups,
     shard_group_names,
 )
@@ -37,21 +38,26 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
     computes: at most once for each time that it does, forward and backward.
 
     Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since. Parameters that FSDP2
-    does not shard, as experts that each rank has some of, are not gathered.
+    does not shard, as experts that each rank has some of, are not gathered. What is gathered since the optimizer has
+    stepped, as by an evaluation, which leaves the root unsharded, may be used.
 
-    Where optimizers take turns, one group more may be gathered for each of them, see `_ahead`.
+    Where optimizers take turns, parameters that get no gradient in a turn are gathered forward alone, and one group
+    more for each turn, see `_ahead`.
     """
     for facts, group, step in _everywhere(evidence):
-        trained, calls = _trained(evidence, step), facts.calls[step]
+        trained, calls, ahead = _trained(evidence, step), facts.calls[step], _ahead(evidence, facts, group)
         unseen = {*trained} - calls.total.keys()
         least = group.numel({*calls.first, *unseen})
         most = group.numel_by_calls(group.shard_numels, calls.first, unseen=1)
         first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
+        least -= min(_numel(gathers_between_steps(facts, group, step=step)), least)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), least, most, name=name, detail=detail, unit="elements of shards")
         least = group.numel({*trained, *calls.total})
-        most = 2 * group.numel_by_calls(group.shard_numels, calls.total, unseen=evidence.cell.accumulation[step])
-        most += _ahead(evidence, facts, group)
+        backward = group.shard_numels if not ahead else [*trained, *_by_products(evidence, step)]
+        passes = evidence.cell.accumulation[step]
+        most = sum(group.numel_by_calls(each, calls.total, unseen=passes) for each in (group.shard_numels, backward))
+        most += ahead
         name = "elements gathered in a step"
         gathered = _numel(fsdp_collectives(facts, group, GATHER, step=step))
         compare.between(gathered, least, most, name=name, detail=detail, unit="elements of shards")

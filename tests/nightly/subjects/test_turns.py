@@ -42,7 +42,8 @@ def test_schedules_of_each_turn_go_on_when_a_run_is_resumed(pools: Pools, tmp_pa
 @pytest.mark.parametrize(
     ("name", "cell", "sentence"),
     [
-        ("nothing_forgotten", DP2, "this turn and those that the turn before has left in the same network"),
+        ("one_forgotten", DP2, "this turn and those that the turn before has left in the same network"),
+        ("nothing_forgotten", DP2, "this step and those that the step before has left: they are not set to zero"),
         ("not_detached", DP2, "are samples that one network makes detached before they are data of the other?"),
         (
             "discriminator_steps",
