@@ -81,7 +81,7 @@ class _Search:
         self._failure = runs.kept_failure(cell)
         self._first, *_ = in_causal_order(cases)
         self._reasons = {case.law: case.reason for case in cases}
-        self._random = self._again = self._of_loop = ""
+        self._random = self._again = self._told_by_loop = ""
         self.formulas: list[NamedFormula] = []
 
     def look(self) -> None:
@@ -89,7 +89,7 @@ class _Search:
         place = self._location
         if self._failure is not None or (place is not None and place.stage in _BEFORE_FORMULAS):
             return
-        self._of_loop = _scaled_in_clipping(self._runs, self._cell) or _in_another_turn(self._runs, self._cell)
+        self._told_by_loop = _scaled_in_clipping(self._runs, self._cell) or _in_another_turn(self._runs, self._cell)
         if self._reasons.keys() & _OF_NUMBERS:
             self.formulas = named_formulas(self._runs, self._cell)
         if place is not None and place.stage == "forward":
@@ -119,8 +119,8 @@ class _Search:
         if unfrozen:
             told = f"{unfrozen[1]}: the optimizer holds what one process freezes, and requires_grad is True"
             return CellCause(cell=self._cell.id, key="unfrozen", sentence=told, where="")
-        if self._of_loop:
-            return CellCause(cell=self._cell.id, key=self._of_loop, sentence=self._of_loop, where=where)
+        if self._told_by_loop:
+            return CellCause(cell=self._cell.id, key=self._told_by_loop, sentence=self._told_by_loop, where=where)
         if self._has_formula(place):
             formula = max(self.formulas, key=lambda each: votes.get(each.id, 0))
             since = f", from step {formula.step} on" if formula.step else ""
@@ -288,7 +288,7 @@ def _scaled_in_clipping(runs: SubjectRuns, cell: Cell) -> str:
 
 
 def _in_another_turn(runs: SubjectRuns, cell: Cell) -> str:
-    """Return a sentence about what is done in the turn of another optimizer; empty if nothing is."""
+    """Return a sentence about steps, clipping or gradients in the turn of another optimizer; empty without any."""
     evidence = runs.evidence(cell)
     facts, expected = evidence.record.ranks[0], evidence.reference.facts.by_products
     if facts.out_of_turn:

@@ -214,7 +214,7 @@ def fsdp_collectives(
 
 
 def gathers_between_steps(facts: SubjectFacts, group: FsdpGroup, *, step: int) -> list[Collective]:
-    """Return what FSDP has gathered over a group between a step and the one before, with the weights of the step."""
+    """Return the gathers of FSDP over a group between a step and the one before, with the weights of the step."""
     chosen = [c for c in facts.collectives if (c.step, c.kind) == (step - 1, GATHER) and c.phase in ("build", "idle")]
     return [c for c in chosen if c.is_of_fsdp and c.group == group.name and c.dtype.startswith(_FLOATING)]
 

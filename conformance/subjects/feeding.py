@@ -34,7 +34,7 @@ class Feed:
         self.is_one_by_one = False
         """True if the loop takes single micro-batches, and decides itself after how many of them it steps."""
         self.own_data = ""
-        """Digest of the first batch of its own data that the loop would have trained on; empty if it tells nothing."""
+        """Digest of the batch with which the loop's loader begins, by its dataset; empty if it tells nothing."""
         self._is_by_step = False
         self._is_being_read = False
         self._epochs = 0
@@ -125,7 +125,7 @@ class Feed:
 
 
 def _digest_of_own(loader: DataLoader[Any], own_iter: Callable[[DataLoader[Any]], Iterator[Any]]) -> str:
-    """Return a digest of the first batch of a loader's own data; empty if it has none, or if all samples are alike.
+    """Return a digest of the first batch of a loader's own data; empty without data, or if all samples are equal.
 
     No process of the loader is started, and random numbers that are drawn are drawn again later.
     """
@@ -143,7 +143,7 @@ def _digest_of_own(loader: DataLoader[Any], own_iter: Callable[[DataLoader[Any]]
 
 
 def require_other_data(found: Sequence[tuple[int, str]]) -> None:
-    """Raise SubjectMistake if ranks with different data have equal first batches of their own, or copies others.
+    """Raise SubjectMistake if ranks with different data have equal first batches in their loaders, or copies others.
 
     `found` has the index of each rank among those with different data, and the digest of its first batch.
     """

@@ -97,7 +97,7 @@ def recomputed(module: nn.Module) -> None:
 
 
 class Metrics(Trainer):
-    """Trainer that reduces what it logs, in several ways."""
+    """Trainer that reduces its metrics in several ways."""
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Any:
         logged = super().train_step(micro_batches)
@@ -148,7 +148,7 @@ class EvaluationTrains(Evaluating):
 
 
 class Averaging(Trainer):
-    """Trainer with a moving average of the weights in a sharded model of its own, which it evaluates first."""
+    """Trainer with a moving average of the weights in another sharded model, which it evaluates first."""
 
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
@@ -262,7 +262,7 @@ def packed(config: LoopConfig, rank: int) -> DataLoader[Any]:
 
 
 def unseeded(config: LoopConfig, rank: int) -> DataLoader[Any]:
-    """Return a loader of random data that nobody has seeded, as of a program for a test."""
+    """Return a loader of random data without a seed, as of a program for a test."""
     return DataLoader([torch.randn(4) for _ in range(8)], batch_size=2)  # type: ignore[arg-type]
 
 
@@ -294,7 +294,7 @@ def reading(
 
 
 class OfGroups(Trainer):
-    """Trainer that divides the sum of gradients by what counts, when a group of micro-batches is full."""
+    """Trainer that divides the sum of gradients by the labels that count, when a group of micro-batches is full."""
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Any:
         self.means(micro_batches, self.size(micro_batches))
@@ -311,7 +311,7 @@ class OfGroups(Trainer):
 
 
 class OfFullGroups(OfGroups):
-    """Trainer that takes each group for a full one, and divides by what the first one has counted."""
+    """Trainer that takes each group for a full one, and divides by the labels of the first one."""
 
     def size(self, micro_batches: Sequence[Batch]) -> float:
         self.first = getattr(self, "first", None) or super().size(micro_batches) / len(micro_batches)

@@ -319,7 +319,7 @@ def decayed_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def with_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> Callable[..., tuple[nn.Module, Optimizer]]:
-    """Return a function that shards a model and trains it with an optimizer of its own."""
+    """Return a function that shards a model and makes another optimizer."""
 
     def parallelize(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
         sharded = shard(model, mesh, config)

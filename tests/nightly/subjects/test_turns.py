@@ -1,4 +1,4 @@
-"""Networks that are trained in turns on all meshes, in bf16 and resumed; the first causes of what goes wrong there."""
+"""Networks that are trained in turns on all meshes, in bf16 and resumed; the first causes of mistakes."""
 
 from pathlib import Path
 
