@@ -84,19 +84,19 @@ class OtherClipped(Trainer):
 
 
 class GatheredTwice(Trainer):
-    """Trainer whose discriminator is gathered once more after each backward pass through it."""
+    """Trainer whose discriminator is gathered once more whenever it computes."""
 
     def shard(self, network: Any) -> None:
         super().shard(network)
         if network is self.networks["discriminator"]:
             for layer in (network[0], network[2]):
-                layer.register_full_backward_hook(gather_again)
+                layer.register_forward_pre_hook(gather_again)
 
 
-def gather_again(layer: Any, *_gradients: Any) -> None:
-    """Gather a layer once more."""
-    layer.unshard()
+def gather_again(layer: Any, _inputs: Any) -> None:
+    """Gather a layer once more, behind the hook of FSDP."""
     layer.reshard()
+    layer.unshard()
 
 
 class GeneratorFirst(Trainer):

@@ -53,7 +53,6 @@ def test_schedules_of_each_turn_go_on_when_a_run_is_resumed(pools: Pools, tmp_pa
         ("discriminator_steps_later", DP2, "takes a step in the turn of generator, once too often"),
         ("other_clipped", DP2, "the loop clips gradients of generator in the turn of discriminator"),
         ("not_reduced", DP2, "gradients are not reduced over the ranks in step 0"),
-        ("gathered_twice", DP2, "elements gathered in a step"),
         (
             "schedule_not_loaded",
             RESUMED,
