@@ -68,6 +68,8 @@ class Defect:
     """Substrates that show the defect; laws of simulated worlds are judged on each of these as well."""
     since: str = "2.6"
     """First torch version into which the defect can be injected."""
+    turns: bool = False
+    """True if only a trainer whose optimizers take turns can have it, see `conformance.subjects.turns`."""
     of: Trainers = "reference trainer"
     """Trainers that can have the defect; one of any trainer shows on cells of the profile `trainers`."""
 

@@ -29,6 +29,7 @@ SYNC = (
 FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
+ADVERSARIES = "https://docs.pytorch.org/tutorials/beginner/dcgan_faces_tutorial.html#training"
 BUILT = instead_of("conformance.subjects.tasks", "built")
 """Injection into the function that trainers' runs call with model, optimizer and limit before their first step."""
 
@@ -108,6 +109,29 @@ def layer_not_synchronised(
     if not above:
         raise NotInjectable("no module of FSDP2 holds the first parameter")
     above[-1].register_forward_pre_hook(switch)
+
+
+@defect("gradients parameters gradient-norm loss", CELLS, ADVERSARIES, of="any trainer", turns=True)
+@BUILT
+def gradients_left_by_another_turn(
+    benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Gradients that the last turn gives the first turn's network are left for the next step of its optimizer."""
+    optimizers: list[Optimizer] = getattr(optimizer, "optimizers", [])
+    if len(optimizers) < 2:
+        raise NotInjectable("one optimizer trains the model")
+    left: dict[Tensor, Tensor] = {}
+
+    def keep(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        left.update((each, local(each.grad).clone()) for each in _parameters(optimizers[0]) if each.grad is not None)
+
+    def add(parameter: Tensor) -> None:
+        if parameter in left and parameter.grad is not None:
+            local(parameter.grad).add_(left.pop(parameter), alpha=0 if benign else 1)
+
+    optimizers[-1].register_step_pre_hook(keep)
+    for parameter in _parameters(optimizers[0]):
+        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
 
 @defect("memory-held", CELLS, FSDP2, of="any trainer")
@@ -221,8 +245,11 @@ def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimize
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     """Return this rank's shards of the gradients that an optimizer steps with."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local(parameter.grad) for parameter in _parameters(optimizer) if parameter.grad is not None]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _undo(optimizer: Optimizer, shards: list[Tensor], *, undone: Callable[[int], bool]) -> None:

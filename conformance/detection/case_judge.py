@@ -26,6 +26,8 @@ from conformance.run.store import RecordStore
 DEADLINE_S = 60.0
 TRAINER = "reference"
 """Name of the trainer before which laws of any trainer prove that they can fail."""
+TRAINER_OF_TURNS = "conformance.detection.adversaries:adversaries"
+"""Trainer for faults that only one whose optimizers take turns can have."""
 
 
 @cache
@@ -65,6 +67,8 @@ class CaseJudge:
     pools: Pools
     profile: str = "pr"
     hardware: Hardware = NO_DEVICES
+    trainer: str = TRAINER
+    """Trainer that laws of any trainer judge."""
 
     def store(self, *, defect: str | None = None, deadline_s: float = DEADLINE_S) -> RecordStore:
         """Return a record store; ranks are shared between known defects, see `trials.try_defect`.
@@ -80,18 +84,18 @@ class CaseJudge:
             pools=self.pools,
             shares_ranks=defect is None or is_known(defect),
             hardware=self.hardware,
-            subject=TRAINER,
+            subject=self.trainer,
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:
         """Return the cases of the profile on the selected cells, of all laws of the matrix, or `only` of some laws.
 
-        A law of any trainer judges the reference trainer, on the cells of the profile `trainers`.
+        A law of any trainer judges `trainer`, on the cells of the profile `trainers`.
         """
         cases = the_matrix().cases(self.profile, only=parse(selection))
         if only is None:
             return list(cases)
-        trainer_cases = the_matrix().trainer_cases(TRAINER, only=parse(selection))
+        trainer_cases = the_matrix().trainer_cases(self.trainer, only=parse(selection))
         return [case for case in (*cases, *trainer_cases) if case.law in only]
 
     def cases_of(self, selection: str, laws: Sequence[str]) -> list[Case]:

@@ -12,7 +12,14 @@ import torch
 
 from conformance.defects.catalogue import TWIN, definitions
 from conformance.defects.injection import Defect
-from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
+from conformance.detection.case_judge import (
+    DEADLINE_S,
+    TRAINER_OF_TURNS,
+    CaseJudge,
+    judge_case,
+    simulated_device,
+    the_matrix,
+)
 from conformance.judge.judge import Judged
 from conformance.judge.measurements import margin
 from conformance.judge.registry import asserted_laws
@@ -126,6 +133,8 @@ def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hard
 
 def cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
     """Yield the cases of the laws that a defect names, by the hardware on which they can catch it."""
+    if defect.turns:
+        case_judge = dataclasses.replace(case_judge, trainer=TRAINER_OF_TURNS)
     by_law = {law: hardware_for(defect, law, case_judge.hardware.arithmetic) for law in defect.laws}
     for hardware in dict.fromkeys(by_law.values()):
         if hardware is not None:

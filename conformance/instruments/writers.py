@@ -13,7 +13,10 @@ from reference_trainer.observer import Observer, Phase
 
 
 class Writers(Observer):
-    """Lines that executed operators while a model is built, that is, before the first phase of a step."""
+    """Lines that executed operators while a model is built, that is, before the first phase of a step.
+
+    A shard that `fully_shard` copies from a full tensor has the line that wrote the full tensor.
+    """
 
     def __init__(self) -> None:
         self.sharding: list[Line] = []
@@ -34,14 +37,16 @@ class Writers(Observer):
         found = {name: self._by_storage.get(_storage(tensor)) for name, tensor in tensors.items()}
         return {name: line for name, line in found.items() if line is not None}
 
-    def _execute(self, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
+    def _execute(self, args: Sequence[Any], _kwargs: Any, result: Any) -> None:
         if not self._is_building:
             return
         line = line_of(owner(sys._getframe(1)))
+        is_sharding, copied = _is_in_fully_shard(), [each for each in args[1:] if is_plain(each) and not each.is_meta]
+        wrote = self._by_storage.get(_storage(copied[0]), line) if is_sharding and copied else line
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if is_plain(tensor) and not tensor.is_meta:
-                self._by_storage[_storage(tensor)] = line
-        if line not in self.sharding and _is_in_fully_shard():
+                self._by_storage[_storage(tensor)] = wrote
+        if is_sharding and line not in self.sharding:
             self.sharding.append(line)
 
 

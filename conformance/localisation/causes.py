@@ -81,7 +81,7 @@ class _Search:
         self._failure = runs.kept_failure(cell)
         self._first, *_ = in_causal_order(cases)
         self._reasons = {case.law: case.reason for case in cases}
-        self._random = self._again = self._scaled = ""
+        self._random = self._again = self._told_by_loop = ""
         self.formulas: list[NamedFormula] = []
 
     def look(self) -> None:
@@ -89,9 +89,9 @@ class _Search:
         place = self._location
         if self._failure is not None or (place is not None and place.stage in _BEFORE_FORMULAS):
             return
+        self._told_by_loop = _scaled_in_clipping(self._runs, self._cell) or _in_another_turn(self._runs, self._cell)
         if self._reasons.keys() & _OF_NUMBERS:
             self.formulas = named_formulas(self._runs, self._cell)
-        self._scaled = _scaled_in_clipping(self._runs, self._cell)
         if place is not None and place.stage == "forward":
             self._random = _randomness(self._runs, self._cell)
         if place is not None and place.stage in ("reduction", "clipping"):
@@ -119,8 +119,8 @@ class _Search:
         if unfrozen:
             told = f"{unfrozen[1]}: the optimizer holds what one process freezes, and requires_grad is True"
             return CellCause(cell=self._cell.id, key="unfrozen", sentence=told, where="")
-        if self._scaled:
-            return CellCause(cell=self._cell.id, key="scaled", sentence=self._scaled, where=where)
+        if self._told_by_loop:
+            return CellCause(cell=self._cell.id, key=self._told_by_loop, sentence=self._told_by_loop, where=where)
         if self._has_formula(place):
             formula = max(self.formulas, key=lambda each: votes.get(each.id, 0))
             since = f", from step {formula.step} on" if formula.step else ""
@@ -146,7 +146,9 @@ class _Search:
         if self._first.law in _IN_THEIR_WORDS and place.equals.startswith("is off by"):
             return f"{_IN_THEIR_WORDS[self._first.law]}: {self._first.reason.rpartition('; ')[2]}"
         told = _frozen(self._runs, self._cell, place) or self._copies(place) if place.equals == "is missing" else ""
-        told = told or (_learning_rate(self._runs, self._cell, place) if place.stage == "optimizer" else "")
+        if place.stage == "optimizer":
+            told = told or _learning_rate(self._runs, self._cell, place)
+            told = told or SubjectRun(self._runs, self._cell).decayed(place)
         return told or self._unequal_buffer(place) or sentence_of(place) + self._more_about(place)
 
     def _copies(self, place: Location) -> str:
@@ -282,6 +284,21 @@ def _scaled_in_clipping(runs: SubjectRuns, cell: Cell) -> str:
     return (
         f"gradients are clipped while they are {scale:g} times too large: GradScaler unscales them afterwards; call "
         "scaler.unscale_(optimizer) before clipping"
+    )
+
+
+def _in_another_turn(runs: SubjectRuns, cell: Cell) -> str:
+    """Return a sentence about steps, clipping or gradients in the turn of another optimizer; empty without any."""
+    evidence = runs.evidence(cell)
+    facts, expected = evidence.record.ranks[0], evidence.reference.facts.by_products
+    if facts.out_of_turn:
+        return facts.out_of_turn[0]
+    others = [name for name in facts.by_products if name not in expected[0]]
+    if not others:
+        return ""
+    return (
+        f"{others[0]} and {len(others) - 1} more get a gradient in the first turn, of another network: are "
+        "samples that one network makes detached before they are data of the other?"
     )
 
 

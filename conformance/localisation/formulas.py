@@ -81,17 +81,38 @@ def _for_gradients(evidence: Evidence, formulas: StepFormulas, step: int) -> lis
     if any(formulas.right.keys() - own.keys() for own in measured):
         return []
     shards = evidence.cell.shape["dp_shard"]
-    before = assembled(evidence.record, f"step{step - 1}/clipped/") if step else {}
+    turns = evidence.reference.facts.turns
+    before = assembled(evidence.record, f"step{step - turns}/clipped/") if step >= turns else {}
     found = []
     for formula in formulas.all(shards=shards, before=before, limit=evidence.reference.facts.max_norm):
-        factor = _factor(evidence, measured, formula)
+        factor = _factor(evidence, measured, formula, bounds=_bounds(evidence, step % turns))
         if factor is None:
             continue
-        told = list(
-            _told(formulas, formula, factor, within=max(CLOSE, *(each.value for each in _bounds(evidence, 0).values())))
-        )
+        within = max(CLOSE, *(each.value for each in _bounds(evidence, step % turns).values()))
+        told = list(_told(formulas, formula, factor, within=within))
         found += [NamedFormula(id_, f"your gradients are {sentence}", step) for id_, sentence in told]
-    return found
+    return found or list(_with_decay(evidence, formulas, measured, step))
+
+
+def _with_decay(
+    evidence: Evidence, formulas: StepFormulas, measured: Sequence[Shards], step: int
+) -> Iterator[NamedFormula]:
+    """Yield a formula if wrong gradients are the right ones and one multiple of the weights before the step."""
+    rates = []
+    for rank, own in enumerate(measured):
+        weights = evidence.record.shards_below(f"step{step}/parameter/", rank=rank)
+        for name, expected in shards_of(evidence.record, formulas.right, rank).items():
+            if deviation(own[name], expected) <= _bounds(evidence, step)[name].value:
+                continue
+            added, weight = own[name].double() - expected.double(), weights[name].double()
+            rates.append(float((added * weight).sum() / weight.square().sum()))
+            if not deviation(added, weight * rates[-1]) <= CLOSE:
+                return
+    if rates and _are_close(rates, [rates[0]] * len(rates)):
+        told = (
+            f"your gradients are those of the mean and {rates[0]:.4g} times the weights: weight decay is added to them"
+        )
+        yield NamedFormula("weight-decay", told, step)
 
 
 def _told(formulas: StepFormulas, formula: Formula, factor: float, *, within: float) -> Iterator[tuple[str, str]]:
@@ -131,8 +152,13 @@ def _gradients(evidence: Evidence, step: int, rank: int, *, kind: str = "gradien
     return evidence.record.shards_below(f"step{step}/{kind}/", rank=rank)
 
 
-def _factor(evidence: Evidence, measured: Sequence[Shards], formula: Formula) -> float | None:
-    """Return the factor by which measured gradients are a multiple of a formula's; None if they are none."""
+def _factor(
+    evidence: Evidence, measured: Sequence[Shards], formula: Formula, *, bounds: Mapping[str, Bound]
+) -> float | None:
+    """Return the factor by which measured gradients are a multiple of a formula's; None if they are none.
+
+    Terms begin with the weights of the run, so that `bounds` are those of the first step, or of the first such turn.
+    """
     record, factors = evidence.record, []
     data_ranks = [facts.data_rank for facts in record.ranks]
     expected = [shards_of(record, formula.by_rank[data_rank], rank) for rank, data_rank in enumerate(data_ranks)]
@@ -142,7 +168,6 @@ def _factor(evidence: Evidence, measured: Sequence[Shards], formula: Formula) ->
         factors = [
             1.0 if formula.has_factor == "no" else _multiple([m], [e]) for m, e in zip(measured, expected, strict=True)
         ]
-    bounds = _bounds(evidence, 0)
     for own, wanted, factor in zip(measured, expected, factors, strict=True):
         if not factor or not math.isfinite(factor):
             return None

@@ -19,7 +19,7 @@ from conformance.instruments.facts import Collective
 from conformance.instruments.taps import Line
 from conformance.instruments.tensor_file import write_tensors
 from conformance.localisation import states
-from conformance.localisation.equality import multiple
+from conformance.localisation.equality import CLOSE, deviation, multiple
 from conformance.localisation.expected import ExpectedStep, PlaceRule
 from conformance.localisation.formulas import weights_by_step
 from conformance.localisation.ranks import Ranks
@@ -34,8 +34,8 @@ from conformance.report.location import Code, Location
 from conformance.subjects.evidence import BF16_FACTOR, FP32_FACTOR, Evidence, SubjectRecord, measured_bound
 from conformance.subjects.expectation import (
     FACTS_FILE,
-    SAVED_AFTER,
     TENSORS_FILE,
+    Decay,
     Expectation,
     step_directory,
 )
@@ -44,6 +44,15 @@ from conformance.subjects.running import SubjectRuns
 
 BETWEEN_STEPS = "value with which the step begins"
 """Quantity of a parameter that was changed since the optimizer has taken the step before."""
+_DECAYS: Mapping[Decay, str] = {
+    "missing": "{} is not decayed: the weight decay of the declared optimizer is missing",
+    "everywhere": "{} is decayed, and the declared optimizer leaves it out of weight decay",
+    "decoupled": "weight decay of {} multiplies the weights (as AdamW does), and the declared optimizer adds it to "
+    "gradients (L2)",
+    "added": "weight decay of {} is added to gradients (L2), and the declared optimizer multiplies the weights (as "
+    "AdamW does)",
+}
+"""Sentences about wrong ways of weight decay, with the name of a parameter to come."""
 _SAME = 1e-2
 """Relative distance below which two scales of a loss are the same; mistakes are factors of ranks or samples."""
 _NORM_ORDER = 2.0
@@ -169,7 +178,7 @@ class SubjectRun(TappedRun):
         return _code(lines[-1]) if lines else None
 
     def _step(self, step: int) -> Iterator[Location | None]:
-        if self.record.cell.resumed and step == SAVED_AFTER:
+        if self.record.cell.resumed and step == self.record.cell.saved_after:
             yield from self._resumed(step - 1)
         elif step:
             yield self._changed_since(step - 1)
@@ -331,6 +340,21 @@ class SubjectRun(TappedRun):
             return found
         return with_fields(found, equals=f"{found.equals}: the optimizer does not hold the parameter")
 
+    def decayed(self, place: Location) -> str:
+        """Return a sentence about a wrong weight decay that leaves the parameter of a place; empty if none does."""
+        step, rank, name = place.step or 0, place.ranks[0], place.name
+        before, after = (self.shards(f"{when}{step}/parameter/", rank).get(name) for when in ("step", "after"))
+        if before is None or after is None:
+            return ""
+        expected = self._tensors(f"rank{rank}/step{step}/parameter/").get(name)
+        for decay, told in _DECAYS.items():
+            wrong = self._tensors(f"rank{rank}/{decay}/step{step}/parameter/").get(name)
+            if wrong is None or expected is None or torch.equal(wrong, expected):
+                continue
+            if deviation(after - before, wrong - before) <= CLOSE < deviation(after - before, expected - before):
+                return told.format(name)
+        return ""
+
     def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
         """Return a location if a rank has logged another loss than that of one process."""
         losses = {facts.rank: facts.losses[step] for facts in self.record.ranks}
@@ -364,7 +388,7 @@ class SubjectRun(TappedRun):
         kinds = {key.split("/", 1)[0] for key in errors} & {
             key.split("/")[1] for key in self.record.shards[0] if key.startswith(f"after{step}/")
         }
-        before = "resumed" if self.record.cell.resumed and step == SAVED_AFTER else f"after{step - 1}"
+        before = "resumed" if self.record.cell.resumed and step == self.record.cell.saved_after else f"after{step - 1}"
         for kind in sorted(kinds, key=lambda kind: (kind != "parameter", kind)):
             within = {key.partition("/")[2]: e for key, e in errors.items() if key.startswith(f"{kind}/")}
             yield Update(

@@ -28,6 +28,7 @@ from conformance.run.devices.hardware import Hardware, find_hardware
 from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools, RunsTasks
+from conformance.run.ranks.preload import EXPERIMENTS, SUBJECTS
 from conformance.run.store import RecordStore
 from conformance.torch_coverage.branches import require_coverage
 from reference_trainer.checks import UsageError, not_negative, positive
@@ -161,7 +162,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 defect=defect,
                 deadline_s=deadline_s or profile.deadline_s,
                 subject=subject,
-                pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
+                pools=config.stash.get(POOLS, None) or _pools(hardware, option),
                 hardware=hardware,
                 covers_torch=option.torch_coverage,
             ),
@@ -243,6 +244,7 @@ def _hardware(config: pytest.Config) -> Hardware:
     return find_hardware(machine_devices(), accelerator=accelerator, share_gpu=option.share_gpu, arithmetic=arithmetic)
 
 
-def _pools(hardware: Hardware, *, isolate: bool) -> Pools:
+def _pools(hardware: Hardware, option: Any) -> Pools:
     slots = [device.uuid for device in hardware.devices]
-    return Pools(devices=Leases(slots) if slots else None, isolate=isolate)
+    tasks = SUBJECTS if option.subject else EXPERIMENTS
+    return Pools(devices=Leases(slots) if slots else None, isolate=option.isolate, tasks=tasks)

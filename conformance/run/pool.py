@@ -17,6 +17,7 @@ from conformance.run.devices.leases import Lease, LeaseError, Leases, processor_
 from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cause
 from conformance.run.ranks.client import ServerProcess
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
+from conformance.run.ranks.preload import EXPERIMENTS
 from conformance.run.world import World
 from conformance.sim.building import LIBRARY_VARIABLE
 
@@ -85,12 +86,20 @@ class Pools:
     a wider world; idle ranks need no processor. With `isolate` no process serves two tasks.
     """
 
-    def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        devices: Leases | None = None,
+        share_processors: bool = True,
+        isolate: bool = False,
+        tasks: str = EXPERIMENTS,
+    ) -> None:
+        """`tasks` tell which modules most tasks will need, see `preload`; others are imported in each rank."""
         self._server: ServerProcess | None = None
         self._pools: dict[PoolKey, World] = {}  # the most recently used last
         self._processors = Leases(processor_slots()) if share_processors else None
         self._devices = devices
-        self._isolate = isolate
+        self._isolate, self._tasks = isolate, tasks
         self._busy = threading.RLock()
         self._release_thread: _ReleaseThread | None = None
         self.max_world_size = MAX_WORLD_SIZE
@@ -236,7 +245,7 @@ class Pools:
     def _running_server(self) -> ServerProcess:
         if self._server is None or self._server.closed:
             self.release()
-            self._server = ServerProcess()
+            self._server = ServerProcess(tasks=self._tasks)
         return self._server
 
 

@@ -46,7 +46,9 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     offload: bool = False
     """True if parameters are offloaded to the host, into pinned memory if there is an accelerator."""
     resumed: bool = False
-    """True if the run is saved after its first step, built again, and loaded."""
+    """True if the run is saved after its first training step, built again, and loaded."""
+    turns: int = 1
+    """Steps of the run that are one training step, see `conformance.subjects.turns`."""
     device: DeviceType = "cpu"
     """Type of the device on which ranks compute: the processors, the simulated accelerator, or CUDA devices."""
 
@@ -66,28 +68,49 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.get("dp_replicate", 1) * self.shape["dp_shard"]
 
     @property
+    def saved_after(self) -> int:
+        """Number of steps before a run that is resumed is saved: those of one training step.
+
+        The optimizer, or each of those that take turns, has a state then.
+        """
+        return self.turns
+
+    @property
     def workload(self) -> Workload:
         """Model and data."""
         return Workload(self.tied, self.data_ranks, self.accumulation, self.uneven)
 
 
-def subject_cell(cell: Cell, *, device: DeviceType = "cpu", evenly: bool = False, turns: int = 1) -> SubjectCell:
+Accumulation = Literal["any", "even", "remainder", "none"]
+"""Micro-batches that a loop can accumulate.
+
+Other numbers in each step, the same in all steps, the same but for fewer in the last step, or one alone.
+"""
+
+
+def subject_cell(
+    cell: Cell, *, device: DeviceType = "cpu", accumulation: Accumulation = "any", turns: int = 1
+) -> SubjectCell:
     """Return the options that a trainer has on a cell of the profile `trainers`, on a type of device.
 
-    With `evenly` all steps have the same number of micro-batches. A training step has `turns`, which are steps of the
-    run, see `conformance.subjects.turns`.
+    A training step has `turns`, which are steps of the run.
     """
-    count = cell.accumulation
+    counts: list[int] = [cell.accumulation] * cell.steps
+    if accumulation == "any":
+        counts[1::2] = [1] * len(counts[1::2])
+    elif accumulation == "remainder":
+        counts[-1] = max(counts[-1] - 1, 1)
     return SubjectCell(
         mesh=cell.mesh,  # type: ignore[arg-type]
         precision="fp32" if cell.precision == "fp32" else "bf16",
         init=cell.init,  # type: ignore[arg-type]
-        accumulation=tuple(1 if step % 2 and not evenly else count for step in range(cell.steps) for _ in range(turns)),
+        accumulation=tuple(count for count in counts for _ in range(turns)),
         uneven=cell.batches == "uneven",
         tied=cell.tied_embeddings,
         offload=cell.offload == "cpu",
         resumed=cell.saved_on == "same",
         device=device,
+        turns=turns,
     )
 
 

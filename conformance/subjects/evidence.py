@@ -213,6 +213,12 @@ def fsdp_collectives(
     return [c for c in chosen if c.is_of_fsdp and c.group == group.name and c.phase in ("forward", "backward")]
 
 
+def gathers_between_steps(facts: SubjectFacts, group: FsdpGroup, *, step: int) -> list[Collective]:
+    """Return the gathers of FSDP over a group between a step and the one before, with the weights of the step."""
+    chosen = [c for c in facts.collectives if (c.step, c.kind) == (step - 1, GATHER) and c.phase in ("build", "idle")]
+    return [c for c in chosen if c.is_of_fsdp and c.group == group.name and c.dtype.startswith(_FLOATING)]
+
+
 def reductions(facts: SubjectFacts) -> list[str]:
     """Return the collectives that reduce gradients in backward: kind, dtype and operation, each once."""
     kinds = (REDUCE_SCATTER, ALL_REDUCE)

@@ -8,9 +8,10 @@ several ways, and in fp64, if the model can; for a run in bf16 it computes with 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 import torch
@@ -27,13 +28,16 @@ from conformance.subjects.cells import SubjectCell
 from conformance.subjects.data import micro_batches, to_dtype
 from conformance.subjects.facts import OwnErrors, StepsJob
 from conformance.subjects.protocol import Batch, Subject, module_names
-from conformance.subjects.turns import turn_of
+from conformance.subjects.turns import turn_of, turns_of
 
 FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
-"""Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, `rankR/stepN/KIND/NAME`."""
-SAVED_AFTER = 1
-"""Number of steps before a run is saved: the optimizer has a state then."""
+"""Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, `rankR/stepN/KIND/NAME`.
+
+Parameters that a wrong weight decay leaves are `rankR/DECAY/stepN/parameter/NAME`, see `Decay`.
+"""
+Decay = Literal["missing", "decoupled", "added", "everywhere"]
+"""Wrong ways of weight decay: none, of the weights, added to gradients (L2), or of parameters that have none, too."""
 Named = Callable[[str], str]
 
 
@@ -107,7 +111,7 @@ class _Step:
     """One step of a cell in one process."""
 
     def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
-        self._subject, self._cell, self._step = turn_of(subject, step).subject, cell, step
+        self._turn, self._cell, self._step = turn_of(subject, step), cell, step
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
         self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))
@@ -125,12 +129,12 @@ class _Step:
                 for batch in batches:
                     self._take(model, batch if dtype is None else to_dtype(batch, dtype), taps[-1], autocast=autocast)
                     _add_gradients(model, sums)
-        return taps, sums
+        return taps, {name: each for name, each in sums.items() if self._turn.trains(name)}
 
     def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:
         taps.phase("forward", step=self._step)
         with torch.autocast(reference.device_type(model), torch.bfloat16, enabled=autocast):
-            loss = self._subject.loss(model, batch)
+            loss = self._turn.subject.loss(model, batch)
         taps.phase("backward", step=self._step)
         mean = loss / self._count
         taps.numbers.setdefault(f"{self._step} backward", []).append(Number(-1, float(mean.detach())))
@@ -256,6 +260,9 @@ def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[i
         exact: dict[str, Tensor] = {}
         with suppress(*reference.REFUSALS):
             exact = _plain_steps(subject, job.cell, shards, dtype=torch.float64)
+        for decay in get_args(Decay):
+            wrong = _plain_steps(subject, job.cell, shards, dtype=None, decay=decay)
+            tensors |= {f"rank{rank}/{decay}/{key}": each for key, each in wrong.items() if "/parameter/" in key}
         for key, tensor in single.items():
             tensors[f"rank{rank}/{key}"] = tensor
             when, _, name = key.partition("/")
@@ -266,25 +273,37 @@ def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[i
 
 
 def _plain_steps(
-    subject: Subject, cell: SubjectCell, shards: Mapping[str, Tensor], *, dtype: torch.dtype | None
+    subject: Subject,
+    cell: SubjectCell,
+    shards: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None,
+    decay: Decay | None = None,
 ) -> dict[str, Tensor]:
     """Return the optimizer's results by `stepN/KIND/NAME`; each step begins with the state of the run.
 
-    Tensors that are no shards, as a count of steps, go on from step to step.
+    Tensors that are no shards, as a count of steps, go on from step to step. With a wrong `decay` of weights nothing is
+    returned for an optimizer that has none.
     """
 
     def kept(key: str) -> Tensor:
         return shards[key].clone() if dtype is None else shards[key].to(dtype)
 
     steps = range(len(cell.accumulation))
-    names = [key.split("/", 2)[2] for key in shards if key.startswith("step0/clipped/")]
+    turns = turns_of(subject)
+    clipped_first = [key.split("/", 2) for key in shards if "/clipped/" in key]
+    names = dict.fromkeys(name for when, _, name in clipped_first if int(when.removeprefix("step")) < len(turns))
     parameters = {name: nn.Parameter(kept(f"step0/parameter/{name}")) for name in names}
-    if not parameters:
+    trained = [[each for name, each in parameters.items() if turn.trains(name)] for turn in turns]
+    if not all(trained):
         return {}
-    optimizer = subject.make_optimizer(parameters.values())
+    optimizers = [turn.subject.make_optimizer(own) for turn, own in zip(turns, trained, strict=True)]
+    if decay and not any(group.get("weight_decay") for each in optimizers for group in each.param_groups):
+        return {}
     left: dict[str, Tensor] = {}
     for step in steps:
-        before = "resumed" if cell.resumed and step == SAVED_AFTER else f"after{step - 1}"
+        optimizer = optimizers[step % len(turns)]
+        before = "resumed" if cell.resumed and step == cell.saved_after else f"after{step - 1}"
         for name, parameter in parameters.items():
             if f"step{step}/parameter/{name}" in shards:
                 parameter.data = kept(f"step{step}/parameter/{name}")
@@ -293,12 +312,33 @@ def _plain_steps(
             for kind, state in _shaped_state(optimizer, parameter).items():
                 if f"{before}/{kind}/{name}" in shards:
                     state.copy_(shards[f"{before}/{kind}/{name}"])
-        optimizer.step()
+        with _decaying(optimizer, decay):
+            optimizer.step()
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 found = {"parameter": parameter.detach(), **_shaped_state(optimizer, parameter)}
                 left |= {f"step{step}/{kind}/{name}": tensor.clone() for kind, tensor in found.items()}
     return left
+
+
+@contextmanager
+def _decaying(optimizer: torch.optim.Optimizer, decay: Decay | None) -> Iterator[None]:
+    """Open a context in which an optimizer decays weights in a wrong way, or in its own for None."""
+    groups = optimizer.param_groups
+    own = [float(group.get("weight_decay", 0.0)) for group in groups]
+    if decay is not None:
+        for group, rate in zip(groups, own, strict=True):
+            for parameter in group["params"] if decay in ("decoupled", "added") else ():
+                with torch.no_grad():
+                    if decay == "added" and parameter.grad is not None:
+                        parameter.grad.add_(parameter, alpha=rate)
+                    elif parameter.grad is not None:
+                        parameter.mul_(1.0 - float(group["lr"]) * rate)
+            group["weight_decay"] = max(own) if decay == "everywhere" else 0.0
+    yield
+    for group, rate in zip(groups, own, strict=True):
+        if "weight_decay" in group:
+            group["weight_decay"] = rate
 
 
 def _shaped_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

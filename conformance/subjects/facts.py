@@ -6,7 +6,7 @@ from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.instruments.taps import Line
 from conformance.report.trainer import Ingredient
-from conformance.subjects.cells import DeviceType, SubjectCell, Workload
+from conformance.subjects.cells import Accumulation, DeviceType, SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
@@ -152,6 +152,10 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Factor by which a `GradScaler` of the trainer's loop had scaled the gradients that were clipped."""
     kept_matmul_dtypes: list[str] = []
     """Dtypes of the operands of matrix products in forward, of groups that FSDP2 was told to keep in their dtype."""
+    out_of_turn: list[str] = []
+    """Sentences about optimizers that have stepped, or gradients that were clipped, in the turn of others."""
+    by_products: list[str] = []
+    """Parameters that have a gradient in the first step, for which the optimizer of another turn steps."""
     learning_rates: list[list[float]] = []
     """Learning rates with which the optimizer takes each step, by group of its parameters."""
     is_own_model: bool = False
@@ -294,8 +298,7 @@ class Description(msgspec.Struct, frozen=True):
     """Private names that were touched to make the subject run here."""
     needs_fresh_processes: bool = False
     """True if no process may serve two runs of the subject."""
-    accumulates_evenly: bool = False
-    """True if all steps of a run must have the same number of micro-batches."""
+    accumulation: Accumulation = "any"
     turns: int = 1
     """Steps of a run that are one training step, see `conformance.subjects.turns`."""
     refused: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from conformance.instruments.capture import fingerprint
 from conformance.subjects.data import tensors
 from conformance.subjects.protocol import Batch, SubjectMistake
 
@@ -31,7 +33,10 @@ class Feed:
         """Bytes of the tensors of the last dataset whose loader was replaced."""
         self.is_one_by_one = False
         """True if the loop takes single micro-batches, and decides itself after how many of them it steps."""
+        self.own_data = ""
+        """Digest of the batch with which the loop's loader begins, by its dataset; empty if it tells nothing."""
         self._is_by_step = False
+        self._is_being_read = False
         self._epochs = 0
 
     def steps(self) -> Iterator[list[Batch]]:
@@ -66,7 +71,16 @@ class Feed:
         self._epochs += 1
         if self._epochs > _MOST_EPOCHS:
             raise RunIsOver
-        yield from self._next
+        self._is_being_read = True
+        try:
+            yield from self._next
+        finally:
+            self._is_being_read = False
+
+    @property
+    def _is_for_evaluation(self) -> bool:
+        """True if who now asks for data does not train on them: without gradients, or in the middle of an epoch."""
+        return self._is_being_read or not torch.is_grad_enabled()
 
     def _one_by_one(self) -> Iterator[Batch]:
         for micro_batches in self._steps:
@@ -93,7 +107,10 @@ class Feed:
         def iterate(loader: DataLoader[Any]) -> Any:
             if feed._is_by_step:
                 return own_iter(loader)
+            if feed._is_for_evaluation:
+                return iter(feed._steps[0])
             feed._require_own_share(loader)
+            feed.own_data = feed.own_data or _digest_of_own(loader, own_iter)
             held = loader.dataset if isinstance(loader.dataset, list | tuple) else vars(loader.dataset)
             feed.dataset_bytes = sum(tensor.nbytes for tensor in tensors(held))
             return iter(feed.loader())
@@ -105,6 +122,47 @@ class Feed:
             stack.enter_context(patch.object(DataLoader, "__iter__", iterate))
             stack.enter_context(patch.object(DataLoader, "__len__", count))
             yield
+
+
+def _digest_of_own(loader: DataLoader[Any], own_iter: Callable[[DataLoader[Any]], Iterator[Any]]) -> str:
+    """Return a digest of the first batch of a loader's own data; empty without data, or if all samples are equal.
+
+    No process of the loader is started, and random numbers that are drawn are drawn again later.
+    """
+    with ExitStack() as stack:
+        for name, value in (("num_workers", 0), ("timeout", 0), ("pin_memory", False)):
+            stack.enter_context(patch.object(loader, name, value))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        try:
+            batches = list(islice(own_iter(loader), 2))
+        except Exception:  # of a dataset that is not here: the suite's data replace it
+            return ""
+    digests = [" ".join(map(fingerprint, tensors(batch))) for batch in batches]
+    is_alike = all(bool((tensor == tensor[:1]).all()) for tensor in tensors(batches) if tensor.ndim)
+    return "" if is_alike and len(set(digests)) < 2 else digests[0]
+
+
+def require_other_data(found: Sequence[tuple[int, str]]) -> None:
+    """Raise SubjectMistake if ranks with different data have equal first batches in their loaders, or copies others.
+
+    `found` has the index of each rank among those with different data, and the digest of its first batch.
+    """
+    by_data_rank: dict[int, set[str]] = {}
+    for data_rank, digest in found:
+        by_data_rank.setdefault(data_rank, set()).add(digest)
+    digests = [*by_data_rank.values()]
+    if any("" in each for each in digests):
+        return
+    if any(len(each) > 1 for each in digests):
+        raise SubjectMistake(
+            "ranks that hold shards of one copy would train on different data: their loaders begin with other batches; "
+            "let a loader's share be config.data_rank of those with different data"
+        )
+    if len(set().union(*digests)) < len(digests):
+        raise SubjectMistake(
+            "ranks would train on the same data: the loaders of their own begin with the same batch; give each a share "
+            "of its own, as by DistributedSampler, a seed that depends on the rank, or every n-th sample"
+        )
 
 
 class Loader:

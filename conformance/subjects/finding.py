@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from conformance.subjects.optimizers import joined, members, parameters_of
+from conformance.subjects.optimizers import members, parameters_of
 from conformance.subjects.protocol import SubjectMistake, reference_name
 
 
@@ -31,14 +31,17 @@ class ModelSearch:
         """Return the parallel model that a called module has inside or belongs to; None for another module.
 
         A module with the right names that is neither sharded nor held by an optimizer is another one, such as the copy
-        from which the trainer makes its model.
+        from which the trainer makes its model; and so may be a sharded one that computes without gradients and is held
+        by no optimizer, such as a moving average of the weights.
         """
         if id(called) in self._rejected:
             return None
         candidates = [module for module in called.modules() if self._fits(module)] or self._around(called)
         for module in candidates:
-            if _is_sharded(module) or _holders(module, optimizers):
+            if (_is_sharded(module) and torch.is_grad_enabled()) or _holders(module, optimizers):
                 return module
+        if any(map(_is_sharded, candidates)):
+            return None
         self._rejected.add(id(called))
         if not candidates and isinstance(called, FSDPModule):
             self.sharded_others.append(type(called).__name__)
@@ -61,8 +64,8 @@ def _is_sharded(module: nn.Module) -> bool:
     return shards or any(isinstance(each, FSDPModule) for each in module.modules())
 
 
-def optimizer_of(model: nn.Module, made: Sequence[Optimizer]) -> Optimizer:
-    """Return the optimizer of a model, of those that the loop has made so far; several that train it are one.
+def optimizers_of(model: nn.Module, made: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers of a model, of those that the loop has made so far, in the order in which they were made.
 
     A container of optimizers that is itself one, and holds just their parameters, does not count. Raises
     SubjectMistake, with what to do, if none is left.
@@ -70,7 +73,7 @@ def optimizer_of(model: nn.Module, made: Sequence[Optimizer]) -> Optimizer:
     holders = _distinct(_holders(model, made)) or _distinct(made)
     if not holders:
         raise SubjectMistake("no optimizer was made before the model first computes: make it earlier in the loop")
-    return joined(holders)
+    return holders
 
 
 def _holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -92,18 +95,24 @@ _OF_SPEED = ("params", "param_names", "foreach", "fused", "capturable", "differe
 """Options of a group of parameters that change no result, or only with an error."""
 
 
-def require_same_optimizers(measured: Optimizer, expected: Optimizer, *, rank: int) -> None:
-    """Raise SubjectMistake, with the line to write, if the reference would train with other optimizers than a rank."""
-    own, declared = (sorted(members(each), key=_kind) for each in (measured, expected))
-    if len(own) != len(declared):
-        names = ", ".join(_spelled(each) for each in own)
+def require_same_optimizers(
+    measured: Sequence[Sequence[Optimizer]], expected: Sequence[Optimizer], *, rank: int
+) -> None:
+    """Raise SubjectMistake, with the line to write, if the reference would train with other optimizers than a rank.
+
+    `measured` are the optimizers of each turn, `expected` is that of each turn, which may be several as one.
+    """
+    declared = [members(each) for each in expected]
+    if [*map(len, measured)] != [*map(len, declared)]:
+        names = ", ".join(_spelled(each) for own in measured for each in own)
         raise SubjectMistake(
-            f"on rank {rank} {len(own)} optimizers train the model ({names}), and the reference has {len(declared)}: "
-            "let optimizer= return a list of all that step together, or declare loss={MODULE: LOSS} in the order of "
-            "their steps if each has a loss of its own"
+            f"on rank {rank} {sum(map(len, measured))} optimizers train the model ({names}), and the reference has "
+            f"{sum(map(len, declared))}: let optimizer= return a list of all that step together, or declare "
+            "loss={MODULE: LOSS} in the order of their steps if each has a loss of its own"
         )
-    for mine, other in zip(own, declared, strict=True):
-        _require_same_optimizer(mine, other, rank=rank)
+    for own, others in zip(measured, declared, strict=True):
+        for mine, other in zip(sorted(own, key=_kind), sorted(others, key=_kind), strict=True):
+            _require_same_optimizer(mine, other, rank=rank)
 
 
 def _kind(optimizer: Optimizer) -> str:

@@ -22,6 +22,8 @@ from conformance.subjects.turns import Turn, turn_of
 FACTS_FILE = "terms.msgpack"
 TENSORS_FILE = "terms.safetensors"
 """Tensors by key: `stepN/rankR/microM/NAME` and, of the batches of a step at the weights before it, `stepN/stale/NAME`.
+
+Where optimizers take turns, `stepN/left/NAME` are those of a mean that the turn before has left.
 """
 Tensors = Mapping[str, Tensor]
 
@@ -66,11 +68,15 @@ def _terms(
                 gradients = _gradients(turn_of(subject, step), model, batch, dtype)
                 written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
         stale = _model_at(subject, job, weights, step - 1, dtype) if step else None
+        turn, turn_before = turn_of(subject, step), turn_of(subject, step - 1)
         if stale is not None:
             for batch in all_micro_batches(subject, workload, step=step):
-                for name, gradient in _gradients(turn_of(subject, step), stale, batch, dtype).items():
-                    key = f"step{step}/stale/{name}"
-                    written[key] = written[key] + gradient if key in written else gradient
+                _add(written, f"step{step}/stale/", _gradients(turn, stale, batch, dtype))
+            before = all_micro_batches(subject, workload, step=step - 1) if turn != turn_before else []
+            total = sum(subject.count(batch) for batch in before)
+            for batch in before:
+                left = _gradients(turn_before, stale, batch, dtype, of=turn)
+                _add(written, f"step{step}/left/", {name: each / total for name, each in left.items()})
         facts.append(
             StepTerms(
                 counts=[[subject.count(batch) for batch in own] for own in batches],
@@ -90,11 +96,20 @@ def _model_at(subject: Subject, job: StepsJob, weights: Tensors, step: int, dtyp
     return model if all(bool(parameter.isfinite().all()) for parameter in model.parameters()) else None
 
 
-def _gradients(turn: Turn, model: nn.Module, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the gradients of the summed loss of a micro-batch in a turn."""
+def _add(written: dict[str, Tensor], prefix: str, gradients: Tensors) -> None:
+    """Add gradients to those that have been written below a prefix."""
+    for name, gradient in gradients.items():
+        key = f"{prefix}{name}"
+        written[key] = written[key] + gradient if key in written else gradient
+
+
+def _gradients(
+    turn: Turn, model: nn.Module, batch: Batch, dtype: torch.dtype, *, of: Turn | None = None
+) -> dict[str, Tensor]:
+    """Return the gradients of the summed loss of a micro-batch in a turn, of the parameters that a turn trains."""
     model.zero_grad()
     torch.autograd.backward(turn.subject.loss(model, to_dtype(batch, dtype)))
-    named = ((name, p.grad) for name, p in model.named_parameters() if turn.trains(name))
+    named = ((name, p.grad) for name, p in model.named_parameters() if (of or turn).trains(name))
     return {name: gradient.clone() for name, gradient in named if gradient is not None}
 
 
@@ -121,7 +136,7 @@ class StepFormulas:
             [_below(terms, f"step{step}/rank{rank}/micro{index}/") for index in range(len(own))]
             for rank, own in enumerate(facts.counts)
         ]
-        self._stale = _below(terms, f"step{step}/stale/")
+        self._stale, self._left = (_below(terms, f"step{step}/{kind}/") for kind in ("stale", "left"))
         self.ranks, self.micro_batches = len(facts.counts), len(facts.counts[0])
 
     @cached_property
@@ -133,8 +148,8 @@ class StepFormulas:
         """Yield the formulas, the most frequent mistakes first.
 
         `shards` is the number of neighbouring ranks that have different shards: the others hold copies. `before` are
-        full gradients that the step before left, and `limit` is that of clipping. Means of means are left out where all
-        count alike: they are right.
+        full gradients that the step before left, or the last one of the same turn, and `limit` is that of clipping.
+        Means of means are left out where all count alike: they are right.
         """
         yield self._formula("mean", "the mean over all that counts", self.right)
         yield from self._means()
@@ -144,8 +159,12 @@ class StepFormulas:
             stale = _sum([(1.0 / self.facts.total, self._stale)])
             told = "this step's data at the weights of the step before: weights are stale"
             yield self._formula("stale-weights", told, stale, has_factor="no")
+        if self._left:
+            left = _sum([(1.0, self.right), (1.0, self._left)])
+            told = "this turn and those that the turn before has left in the same network: they are not set to zero"
+            yield self._formula("left-by-another-turn", told, left, has_factor="no")
         if before:
-            added = _sum([(1.0, self.right), (1.0, before)])
+            added = _sum([(1.0, self.right), (1.0, self._left), (1.0, before)])
             told = "this step and those that the step before has left: they are not set to zero"
             yield self._formula("not-zeroed", told, added, has_factor="no")
         told = "micro-batches that are clipped one by one, before the gradients of all are added"

@@ -138,6 +138,7 @@ class SubjectRecorder:
         self._groups: list[GroupSettings] = []
         self._fed_with_data: set[str] = set()
         self._learning_rates: list[list[float]] = []
+        self._by_products: list[str] = []
 
     def _new_taps(self) -> Taps:
         return Taps(
@@ -292,6 +293,9 @@ class SubjectRecorder:
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
+        if not step and hasattr(self._run, "is_trained"):
+            named = [self._named(name) for name, each in model.named_parameters() if each.grad is not None]
+            self._by_products = [name for name in named if not self._run.is_trained(name, step)]
         with self.unseen(), torch.no_grad():
             self._capture.gradients(model, step=step)
             self._dtypes.gradients(model, step=step)
@@ -304,7 +308,8 @@ class SubjectRecorder:
         If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
-        self._learning_rates.append(learning_rates(self._run.optimizer))
+        stepping = self._run.stepping(step) if hasattr(self._run, "stepping") else self._run.optimizer
+        self._learning_rates.append(learning_rates(stepping))
         if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
@@ -332,6 +337,9 @@ class SubjectRecorder:
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
+        for module in run.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation after the last step leaves the root unsharded
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()
@@ -356,6 +364,8 @@ class SubjectRecorder:
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,
             scale_in_clipping=getattr(run, "scale_in_clipping", 1.0),
+            out_of_turn=getattr(run, "out_of_turn", []),
+            by_products=self._by_products,
             kept_matmul_dtypes=dtypes.get(MATMULS_OF_KEPT_GROUPS, []),
             learning_rates=self._learning_rates,
             by_suite=run.by_suite if isinstance(run, Loop) else [],

@@ -9,7 +9,7 @@ step of its optimizer, of which there may be several; hooks of optimizers tell b
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -24,13 +24,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from conformance.subjects.feeding import RunIsOver
-from conformance.subjects.finding import ModelSearch, optimizer_of
-from conformance.subjects.optimizers import parameters_of
+from conformance.subjects.finding import ModelSearch, optimizers_of
+from conformance.subjects.optimizers import joined, parameters_of
 from conformance.subjects.protocol import StepObserver, SubjectMistake
 from conformance.subjects.turns import Turn
 from conformance.subjects.wrapping import replaced_everywhere
 from reference_trainer.observer import Phase
 
+_IN_ORDER = (
+    "declare loss={MODULE: LOSS} in the order in which optimizers step, each once in a training step; other numbers of "
+    "steps cannot be judged"
+)
+"""Advice for a loop whose turns are other ones than those that are declared."""
 _SAME_LIMIT = 1e-6
 """Relative deviation of two limits of clipping that are the same number in fp32."""
 
@@ -41,9 +46,10 @@ class _Found(Protocol):
     model: nn.Module
     optimizer: Optimizer
     scale_in_clipping: float
+    out_of_turn: list[str]
 
-    def found(self) -> None:
-        """Take notice that both are found, before the model first computes."""
+    def found(self, by_turn: Sequence[Sequence[Optimizer]]) -> None:
+        """Take notice that both are found, before the model first computes, with the optimizers of each turn."""
 
 
 class Count:
@@ -99,6 +105,8 @@ class Moments:
         self._taken = 0
         self._phase: Phase = "idle"
         self._count = Count()
+        self._steps_out_of_turn: list[str] = []
+        """Steps of other turns' optimizers in the present turn, as sentences."""
         self._in_backward = self._in_step = self._in_norm = 0
 
     def require_all_steps(self) -> None:
@@ -191,8 +199,8 @@ class Moments:
 
     def _find(self, model: nn.Module) -> None:
         self._calling.close()
-        self._run.model, self._run.optimizer = model, optimizer_of(model, self._made)
-        held = {id(parameter) for parameter in parameters_of(self._run.optimizer)}
+        optimizers = optimizers_of(model, self._made)
+        held = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
         named = [(self._search.named(name), id(each)) for name, each in model.named_parameters()]
         several = len(self._turns) > 1
         self._stepping = [
@@ -201,17 +209,29 @@ class Moments:
             else frozenset(held)
             for turn in self._turns
         ]
-        self._run.found()
+        by_turn = self._by_turn(optimizers)
+        self._run.model, self._run.optimizer = model, joined([each for own in by_turn for each in own])
+        self._run.found(by_turn)
         self._is_found = True
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module in (model, *sharded):  # before FSDP's own hooks, which gather
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_pre_hook(self._count_call)
 
+    def _by_turn(self, optimizers: Sequence[Optimizer]) -> list[list[Optimizer]]:
+        """Return the optimizers of each turn: one that holds parameters of several turns is the first one's."""
+        by_turn: list[list[Optimizer]] = [[] for _ in self._turns]
+        for each in optimizers:
+            own = {id(parameter) for parameter in parameters_of(each)}
+            by_turn[next((turn for turn, stepping in enumerate(self._stepping) if own & stepping), 0)].append(each)
+        return by_turn
+
     def _count_call(self, *_unused: Any) -> None:
         self._count.calls += torch.is_grad_enabled() and not self._in_backward
 
     def _begin_forward(self, *_unused: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a graph must not break; the model itself, or what calls the graph, has told the beginning
         if self._in_backward or self._phase == "forward" or not torch.is_grad_enabled():
             return
         if self._is_over:
@@ -227,6 +247,8 @@ class Moments:
             if self._in_backward or not self._is_found or self._is_over:
                 function(*args, **kwargs)
                 return
+            if self._steps_out_of_turn:
+                raise SubjectMistake(f"{self._steps_out_of_turn[0]}: {_IN_ORDER}")
             self._tell("backward")
             self._in_backward += 1
             try:
@@ -275,6 +297,8 @@ class Moments:
             if not self._can_clip(()):
                 return function(parameters, max_norm, *args, **kwargs)
             self._require_limit(max_norm)
+            parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+            self._note_clipped(parameters)
             self._begin_clip()
             norm = function(parameters, max_norm, *args, **kwargs)
             self._count.clip_norms.append(norm)
@@ -293,6 +317,15 @@ class Moments:
             function(parameters, max_norm, total_norm, *args, **kwargs)
 
         return scale
+
+    def _note_clipped(self, parameters: Sequence[Tensor]) -> None:
+        """Note that gradients of another turn are clipped."""
+        given = {id(parameter) for parameter in parameters}
+        if len(self._turns) > 1 and not given & self._stepping_now:
+            self._run.out_of_turn.append(
+                f"the loop clips gradients of {self._trained_by(given)} in the turn of {self._turn.module}, and none "
+                "of those with which its optimizer steps"
+            )
 
     def _can_clip(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether gradients can be clipped now: a norm of parameters, for a log, is no clipping."""
@@ -316,10 +349,11 @@ class Moments:
         is_first_with_closure = not self._is_found and callable(closure)  # in which the model will be found
         if not is_first_with_closure and not self._is_own(optimizer):
             return None
+        if not callable(closure) and self._is_out_of_turn(optimizer):
+            return None
         self._in_step += 1
         if self._in_step > 1:
             return None
-        self._require_turn(optimizer)
         if callable(closure) and not self._count.backward_passes:
             args, kwargs = self._with_closure(closure, args, kwargs)
             return args, kwargs
@@ -351,17 +385,39 @@ class Moments:
             )
         return False
 
-    def _require_turn(self, optimizer: Optimizer) -> None:
-        """Raise SubjectMistake if the optimizer of another turn should step."""
-        if self._is_over or len(self._turns) == 1:
-            return
+    def _is_out_of_turn(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps in the turn of another one, beside it.
+
+        Raises SubjectMistake if turns have another order.
+        """
+        if len(self._turns) == 1 or self._in_step:
+            return False
         held = {id(parameter) for parameter in parameters_of(optimizer)}
-        if not held & self._stepping_now:
-            expected = self._turns[self._taken % len(self._turns)].module
-            raise SubjectMistake(
-                f"{type(optimizer).__name__} steps, which holds no parameter of {expected}, whose turn it is: declare "
-                "loss={MODULE: LOSS} in the order in which optimizers step, each once in a training step"
-            )
+        if held & self._stepping_now:
+            is_early = self._taken > 0 and not self._count.backward_passes
+            if is_early:
+                before = self._turns[(self._taken - 1) % len(self._turns)].module
+                self._run.out_of_turn.append(f"{self._told(optimizer, held)} in the turn of {before}, once too often")
+            self._run.out_of_turn += self._steps_out_of_turn
+            self._steps_out_of_turn.clear()
+            return is_early
+        told = f"{self._told(optimizer, held)} in the turn of {self._turn.module}"
+        if not self._taken:
+            raise SubjectMistake(f"{told}: {_IN_ORDER}")
+        self._steps_out_of_turn.append(f"{told}, once too often")
+        return True
+
+    def _told(self, optimizer: Optimizer, held: Set[int]) -> str:
+        return f"{type(optimizer).__name__}, which trains {self._trained_by(held)}, takes a step"
+
+    @property
+    def _turn(self) -> Turn:
+        return self._turns[self._taken % len(self._turns)]
+
+    def _trained_by(self, parameters: Set[int]) -> str:
+        """Return the module that is trained in the first turn with some of the parameters, given by id."""
+        turns = zip(self._turns, self._stepping, strict=True)
+        return next((turn.module for turn, stepping in turns if parameters & stepping), "no turn")
 
     def _with_closure(
         self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from conformance.subjects.cells import MeshName, Precision, SubjectCell
+from conformance.subjects.cells import Accumulation, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
 from conformance.subjects.decorated import ParallelConfig, configured, require_declarable, sgd
-from conformance.subjects.expectation import SAVED_AFTER
-from conformance.subjects.feeding import Feed, Loader, RunIsOver
+from conformance.subjects.feeding import Feed, Loader, RunIsOver, require_other_data
 from conformance.subjects.finding import ModelSearch, require_same_optimizers
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
@@ -35,8 +34,6 @@ from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
 from conformance.subjects.turns import turn_of, turns_of
 
-Accumulation = Literal["any", "even", "none"]
-"""Micro-batches that a loop can accumulate: other numbers in each step, the same in all steps, or one alone."""
 Processes = Literal["shared", "fresh"]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
@@ -68,8 +65,9 @@ class LoopConfig(ParallelConfig):
 
         A loop that makes its model in another way is judged, too, but for its initial weights.
         """
-        torch.manual_seed(SEED)
-        return self._make_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return self._make_model()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Return the optimizer, or the list of optimizers, of `optimizer=`."""
@@ -194,12 +192,14 @@ class OwnLoopRun:
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
         self.scale_in_clipping = 1.0
         """Factor by which a `GradScaler` had scaled the gradients that were clipped."""
+        self.out_of_turn: list[str] = []
+        """Sentences about optimizers that have stepped, or gradients that were clipped, in the turn of others."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
         self._turns = turns_of(subject)
+        self._by_turn: Sequence[Sequence[Optimizer]] = []
         self._own_model: nn.Module | None = None
         """Model that the loop has been given; the suite finds it although the loop calls its parts alone."""
         self._names = _names_of(subject, cell)
-        self._expected_optimizer = _optimizer_of(subject, cell)
         self._load_from: Path | None = None
         self._own = tempfile.TemporaryDirectory()
         self._saved = Path(self._own.name)
@@ -218,25 +218,33 @@ class OwnLoopRun:
         """Let the loop resume from a directory."""
         self._load_from = directory
 
-    def found(self) -> None:
-        """Tell the observer that the model is there; raises SubjectMistake for another optimizer than is declared."""
+    def found(self, by_turn: Sequence[Sequence[Optimizer]]) -> None:
+        """Tell the observer that the model is there; `by_turn` are the optimizers that step in each turn.
+
+        Raises SubjectMistake for others than are declared. Of a run that goes on laws judge what was loaded.
+        """
         assert self._observer is not None, "the loop does not run"
         self._own_model = None  # of which a loop may have used the weights alone, for a model of its own
-        for _ in range(SAVED_AFTER // len(self._turns) if self._load_from else 0):
-            self._expected_optimizer.step()  # which the schedule follows
-        require_same_optimizers(self.optimizer, self._expected_optimizer, rank=dist.get_rank())
+        self._by_turn = by_turn
+        if self._load_from is None:
+            expected = _optimizers_of(self._subject, self._cell)
+            require_same_optimizers(by_turn, expected, rank=dist.get_rank())
         self._observer.built()
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
-        """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list."""
+        """Train on the micro-batches of each step; returns the losses that the loop tells, or an empty list.
+
+        Ranks that see different data draw different random numbers, as in a process that nobody has seeded.
+        """
         self._observer = observer
+        torch.manual_seed(SEED + self.data_rank)
         feed = Feed(steps[:: len(self._turns)], data_rank=self.data_rank, data_ranks=self._cell.data_ranks)
         moments = Moments(
             self,
             observer,
             ModelSearch(*self._names),
             turns=self._turns,
-            first=SAVED_AFTER if self._load_from else 0,
+            first=self._cell.saved_after if self._load_from else 0,
             accumulation=[len(micro_batches) for micro_batches in steps],
             max_norm=self._max_norm,
             ended=partial(_require_grouping, feed),
@@ -250,8 +258,15 @@ class OwnLoopRun:
             stack.enter_context(moments.watched())
             _collect(self._subject.function(config), told)
         moments.require_all_steps()
+        self._require_other_data(feed)
         self.dataset_bytes = feed.dataset_bytes
         return self._losses(told, len(steps))
+
+    def _require_other_data(self, feed: Feed) -> None:
+        """Raise SubjectMistake for loaders whose own data, which the suite's replaces, are those of other ranks."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self.data_rank, feed.own_data))
+        require_other_data(found)
 
     def _save_to(self) -> Path | None:
         """Return a directory that all ranks share for a run that must be saved, or None."""
@@ -286,6 +301,10 @@ class OwnLoopRun:
     def is_trained(self, name: str, step: int) -> bool:
         """Return whether the optimizer that steps in a step of the run has a parameter."""
         return turn_of(self._subject, step).trains(name)
+
+    def stepping(self, step: int) -> Optimizer:
+        """Return the optimizer that steps in a step of the run, or all that step together as one."""
+        return joined(self._by_turn[step % len(self._turns)])
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
         """Return the losses that the loop has told, and keep the norms."""
@@ -350,7 +369,8 @@ def own_loop(
         offload: True if the loop gives `config.offload_policy` to `fully_shard`.
         resumes: True if the loop loads from `config.load_from`, and saves to `config.save_to` at its end.
         accumulation: micro-batches that the loop can accumulate in a step: `any` number, an `even` one, that is, the
-            same `config.accumulation` in all steps, or `none`.
+            same `config.accumulation` in all steps, `remainder`, that is, those and fewer in the last step, for which
+            no more are left, or `none`.
         processes: `fresh` if the trainer leaves something in a process that another run cannot have.
         packages: installed packages whose versions the report shows beside those that the functions name.
         refuses: returns why the trainer cannot run a cell that is declared, for the report, or None.
@@ -360,11 +380,8 @@ def own_loop(
     """
     losses = loss if isinstance(loss, Mapping) else {"": loss}
     optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(losses, optimizer)
-    if losses.keys() != optimizers.keys() or (len(losses) > 1 and resumes):
-        problem = "resumes=True with turns" if resumes else f"{[*losses]} in loss=, and {[*optimizers]} in optimizer="
-        raise SubjectMistake(
-            f"{problem}: give both for the same modules, and leave resumes= out where there are several"
-        )
+    if losses.keys() != optimizers.keys():
+        raise SubjectMistake(f"{[*losses]} in loss=, and {[*optimizers]} in optimizer=: give both for the same modules")
     for each in losses.values():
         require_declarable(meshes=meshes, precisions=precisions, model=model, loss=each, batch=batch, count=count)
     for name, value, allowed in (
@@ -410,15 +427,14 @@ def _names_of(subject: LoopSubject, cell: SubjectCell) -> tuple[list[str], list[
     return [name for name, _ in model.named_parameters()], [*aliases(model)]
 
 
-def _optimizer_of(subject: LoopSubject, cell: SubjectCell) -> Optimizer:
-    """Return the optimizer of the reference, of parameters without numbers."""
+def _optimizers_of(subject: LoopSubject, cell: SubjectCell) -> list[Optimizer]:
+    """Return the optimizer of each turn of the reference, of parameters without numbers."""
     trained = [(name, each) for name, each in _model_of(subject, cell).named_parameters() if each.requires_grad]
     empty = {name: nn.Parameter(torch.empty_like(each, device="meta")) for name, each in trained}
-    optimizers = [
+    return [
         turn.subject.make_optimizer([each for name, each in empty.items() if turn.trains(name)])
         for turn in turns_of(subject)
     ]
-    return joined(optimizers)
 
 
 def _model_of(subject: LoopSubject, cell: SubjectCell) -> nn.Module:
@@ -470,5 +486,6 @@ def _require_grouping(feed: Feed, count: Count, expected: int) -> None:
     if feed.is_one_by_one and not count.agrees_with(expected):
         raise SubjectMistake(
             f"the loop took a step after {count.micro_batches} micro-batches, and this cell has {expected}: let it "
-            "accumulate config.accumulation of them, and declare accumulation='even', or declare accumulation='none'"
+            "accumulate config.accumulation of them, and declare accumulation='even', or 'remainder' if it takes a "
+            "step with what is left at the end, or declare accumulation='none'"
         )

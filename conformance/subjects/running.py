@@ -218,7 +218,10 @@ class SubjectRuns:
 
     def _options(self, cell: Cell) -> SubjectCell:
         return subject_cell(
-            cell, device=self._device(cell), evenly=self._described.accumulates_evenly, turns=self._described.turns
+            cell,
+            device=self._device(cell),
+            accumulation=self._described.accumulation,
+            turns=self._described.turns,
         )
 
     def _substrate(self, world_size: int) -> Substrate:

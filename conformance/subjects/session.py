@@ -82,10 +82,14 @@ def faults_seen(
     passed = [result for result in results if result.verdict == Verdict.PASS]
     substrates = {result.substrate for result in passed}
     told = {result.law for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)}
+    takes_turns = SubjectRuns(store).description().turns > 1
     faults = [
         defect
         for defect in defects()
-        if defect.of == "any trainer" and substrates & {*defect.substrates} and told & {*defect.laws}
+        if defect.of == "any trainer"
+        and substrates & {*defect.substrates}
+        and told & {*defect.laws}
+        and (takes_turns or not defect.turns)
     ]
     for mesh in (cell.mesh for cell in FAULT_CELLS):
         for fault in faults:

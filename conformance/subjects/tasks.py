@@ -31,11 +31,11 @@ from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import AcceleratorLog
 from conformance.subjects.activations import activation_memory
-from conformance.subjects.cells import Workload, subject_cell
+from conformance.subjects.cells import Accumulation, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
-from conformance.subjects.expectation import SAVED_AFTER, write_expected_steps
+from conformance.subjects.expectation import write_expected_steps
 from conformance.subjects.facts import (
     DescribeJob,
     Description,
@@ -76,16 +76,19 @@ def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that a DescribeJob names."""
     job = msgspec.convert(payload, DescribeJob)
     subject = _loaded(context, job.subject)
-    evenly, turns = getattr(subject, "accumulation", "any") == "even", len(turns_of(subject))
+    accumulation: Accumulation = getattr(subject, "accumulation", "any")
+    turns = len(turns_of(subject))
     refusals = {
-        name: subject.unsupported(subject_cell(cell_from_id(name), device=device, evenly=evenly, turns=turns))
+        name: subject.unsupported(
+            subject_cell(cell_from_id(name), device=device, accumulation=accumulation, turns=turns)
+        )
         for name, device in job.devices.items()
     }
     description = Description(
         versions=dict(subject.versions()),
         shims=[*subject.shims, *used_shims()],
         needs_fresh_processes=getattr(subject, "processes", "shared") == "fresh",
-        accumulates_evenly=evenly,
+        accumulation=accumulation,
         turns=turns,
         refused={name: reason for name, reason in refusals.items() if reason is not None},
     )
@@ -308,9 +311,10 @@ def _all_steps(
     if not job.cell.resumed:
         losses = _trained(run, batches, recorder, first=0)
     else:
-        losses = _trained(run, batches[:SAVED_AFTER], recorder, first=0)
+        saved_after = job.cell.saved_after
+        losses = _trained(run, batches[:saved_after], recorder, first=0)
         run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
-        losses += _trained(run, batches[SAVED_AFTER:], recorder, first=SAVED_AFTER)
+        losses += _trained(run, batches[saved_after:], recorder, first=saved_after)
     return [float(loss) for loss in losses]
 
 

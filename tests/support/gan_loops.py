@@ -1,92 +1,17 @@
-"""Own loops that train two networks in turns: one that is right, and twins that are wrong in one thing each."""
+"""Own loops that train two networks in turns: some that are right, and twins that are wrong in one thing each."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import softplus
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
+from conformance.detection.adversaries import DECLARED, Batch, Trainer, loss_of_generator
 from conformance.subjects import LoopConfig, own_loop
-from tests.support.own_loops import sgd, total
-
-WIDTH, LATENT = 16, 8
-Batch = dict[str, Tensor]
-
-
-class Gan(nn.Module):
-    """Two networks, whose container is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(LATENT, 32), nn.Tanh(), nn.Linear(32, WIDTH))
-        self.discriminator = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-def batch(generator: torch.Generator) -> Batch:
-    noise = [torch.randn(6, size, generator=generator) for size in (WIDTH, LATENT)]
-    return {"real": noise[0] + 1.0, "latent": noise[1]}
-
-
-def loss_of_discriminator(gan: Any, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        fake = gan.generator(batch["latent"])
-    return softplus(-gan.discriminator(batch["real"])).sum() + softplus(gan.discriminator(fake)).sum()
-
-
-def loss_of_generator(gan: Any, batch: Batch) -> Tensor:
-    return softplus(-gan.discriminator(gan.generator(batch["latent"]))).sum()
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=1e-3)
-
-
-class Trainer:
-    """Trainer that is right; each method is a place for a mistake."""
-
-    def __init__(self, config: LoopConfig) -> None:
-        self.max_norm = config.max_norm
-        self.gan: Any = config.model()
-        networks: list[Any] = [self.gan.generator, self.gan.discriminator]
-        for network in networks:
-            for layer in (network[0], network[2]):
-                fully_shard(layer)
-            fully_shard(network)
-        self.optimizers = {"discriminator": sgd(self.discriminator()), "generator": adamw(self.generator())}
-
-    def discriminator(self) -> list[nn.Parameter]:
-        return list(self.gan.discriminator.parameters())
-
-    def generator(self) -> list[nn.Parameter]:
-        return list(self.gan.generator.parameters())
-
-    def train_step(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
-        yield self.turn("discriminator", self.loss_of_discriminator, micro_batches)
-        yield self.turn("generator", loss_of_generator, micro_batches)
-
-    def turn(self, network: str, loss: Callable[[Any, Batch], Tensor], micro_batches: Sequence[Batch]) -> Tensor:
-        count, logged = total(sum(len(each["real"]) for each in micro_batches)), torch.zeros(())
-        self.forget(network)
-        for each in micro_batches:
-            loss_sum = loss(self.gan, each)
-            self.backward(network, loss_sum * (2 / count))
-            logged += loss_sum.detach()
-        clip_grad_norm_(getattr(self, network)(), self.max_norm)
-        self.optimizers[network].step()
-        return total(logged) / count
-
-    def loss_of_discriminator(self, gan: Any, batch: Batch) -> Tensor:
-        return loss_of_discriminator(gan, batch)
-
-    def forget(self, network: str) -> None:
-        self.optimizers[network].zero_grad()
-
-    def backward(self, network: str, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
 
 
 class NothingForgotten(Trainer):
@@ -95,6 +20,17 @@ class NothingForgotten(Trainer):
     def forget(self, network: str) -> None:
         if network == "generator":
             super().forget(network)
+
+
+class OneForgotten(Trainer):
+    """Trainer that forgets the gradients with which an optimizer has stepped, and those of another turn never."""
+
+    def forget(self, network: str) -> None:
+        pass
+
+    def step(self, network: str) -> None:
+        super().step(network)
+        self.optimizers[network].zero_grad()
 
 
 class NotDetached(Trainer):
@@ -113,9 +49,54 @@ class NotDetached(Trainer):
 class NotReduced(Trainer):
     """Trainer that never reduces the gradients of the discriminator."""
 
-    def __init__(self, config: LoopConfig) -> None:
-        super().__init__(config)
-        self.gan.discriminator.set_requires_gradient_sync(False)
+    def shard(self, network: Any) -> None:
+        super().shard(network)
+        network.set_requires_gradient_sync(network is not self.networks["discriminator"])
+
+
+class DiscriminatorSteps(Trainer):
+    """Trainer that lets the discriminator step in the generator's turn, by the gradient that the turn left there."""
+
+    order = ("discriminator", "generator")
+
+    def step(self, network: str) -> None:
+        for name in self.order if network == "generator" else [network]:
+            self.optimizers[name].step()
+
+
+class DiscriminatorStepsLater(DiscriminatorSteps):
+    order = ("generator", "discriminator")
+
+
+class TwoStepsOfDiscriminator(Trainer):
+    """Trainer that is right, and takes two steps of the discriminator for one of the generator."""
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
+        yield self.turn("discriminator", self.loss_of_discriminator, micro_batches)
+        yield from super().train_step(micro_batches)
+
+
+class OtherClipped(Trainer):
+    """Trainer that clips the generator's gradients where the discriminator's should be."""
+
+    def clip(self, network: str) -> None:
+        super().clip("generator")
+
+
+class GatheredTwice(Trainer):
+    """Trainer whose discriminator is gathered once more whenever it computes."""
+
+    def shard(self, network: Any) -> None:
+        super().shard(network)
+        if network is self.networks["discriminator"]:
+            for layer in (network[0], network[2]):
+                layer.register_forward_pre_hook(gather_again)
+
+
+def gather_again(layer: Any, _inputs: Any) -> None:
+    """Gather a layer once more, behind the hook of FSDP."""
+    layer.reshard()
+    layer.unshard()
 
 
 class GeneratorFirst(Trainer):
@@ -124,20 +105,63 @@ class GeneratorFirst(Trainer):
         yield self.turn("discriminator", self.loss_of_discriminator, micro_batches)
 
 
-def loop(trainer: type[Trainer]) -> Any:
-    @own_loop(
-        model=Gan,
-        batch=batch,
-        loss={"discriminator": loss_of_discriminator, "generator": loss_of_generator},
-        optimizer={"discriminator": sgd, "generator": adamw},
-    )
+class Scheduled(Trainer):
+    """Trainer whose optimizers have a schedule each, which is saved and loaded with networks and optimizers."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.schedules = {name: halving(each) for name, each in self.optimizers.items()}
+
+    def step(self, network: str) -> None:
+        super().step(network)
+        self.schedules[network].step()
+
+    def state(self) -> dict[str, Any]:
+        return {"gan": self.gan} | {
+            f"{kind} {name}": each
+            for kind, group in (("optimizer", self.optimizers), ("schedule", self.schedules))
+            for name, each in group.items()
+        }
+
+
+class ScheduleNotLoaded(Scheduled):
+    """Trainer that saves and loads the schedule of the discriminator, and forgets the other one."""
+
+    def state(self) -> dict[str, Any]:
+        return {name: each for name, each in super().state().items() if name != "schedule generator"}
+
+
+class MomentsNotLoaded(Scheduled):
+    def state(self) -> dict[str, Any]:
+        return {name: each for name, each in super().state().items() if name != "optimizer generator"}
+
+
+def halving(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def loop(trainer: type[Trainer], **options: Any) -> Any:
+    @own_loop(**DECLARED, **options)
     def train(config: LoopConfig) -> Iterator[Any]:
         made = trainer(config)
+        if config.load_from and isinstance(made, Scheduled):
+            saved = torch.load(config.load_from / f"{dist.get_rank()}", weights_only=False)
+            for name, state in saved.items():
+                made.state()[name].load_state_dict(state)
         for micro_batches in config.steps:
             yield from made.train_step(micro_batches)
+        if config.save_to and isinstance(made, Scheduled):
+            state = {name: each.state_dict() for name, each in made.state().items()}
+            torch.save(state, config.save_to / f"{dist.get_rank()}")
 
     return train
 
 
 right, nothing_forgotten, not_detached = loop(Trainer), loop(NothingForgotten), loop(NotDetached)
-not_reduced, generator_first = loop(NotReduced), loop(GeneratorFirst)
+not_reduced, generator_first, gathered_twice = loop(NotReduced), loop(GeneratorFirst), loop(GatheredTwice)
+one_forgotten = loop(OneForgotten)
+discriminator_steps, discriminator_steps_later = loop(DiscriminatorSteps), loop(DiscriminatorStepsLater)
+two_steps_of_discriminator, other_clipped = loop(TwoStepsOfDiscriminator), loop(OtherClipped)
+scheduled, schedule_not_loaded, moments_not_loaded = (
+    loop(each, scheduler=halving, resumes=True) for each in (Scheduled, ScheduleNotLoaded, MomentsNotLoaded)
+)

@@ -81,12 +81,15 @@ class Trainer:
 
     def __init__(self, config: LoopConfig) -> None:
         self.max_norm = config.max_norm
-        self.model: Any = sharded(config.model())
+        self.model: Any = self.shard(config.model())
         self.optimizer: Optimizer = sgd(self.model.parameters())
+
+    def shard(self, model: Any) -> Any:
+        return sharded(model)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Any:
         count = self.count(micro_batches)
-        logged = torch.zeros(())
+        logged = torch.zeros((), device=count.device)
         for index, each in enumerate(micro_batches):
             self.sync(index == len(micro_batches) - 1)
             loss_sum = self.loss(each)

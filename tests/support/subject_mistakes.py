@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from conformance.subjects import ParallelConfig
 from conformance.subjects.decorated import FunctionSubject, sgd
@@ -299,6 +299,57 @@ def not_all_in_optimizer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -
     return sharded, sgd([each for name, each in sharded.named_parameters() if not name.startswith("norm")])
 
 
+DECAY = 0.1
+
+
+def by_dimensions(parameters: Iterable[nn.Parameter], *, decay: float) -> list[dict[str, Any]]:
+    """Return groups of parameters of which matrices alone are decayed."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[parameter.ndim > 1].append(parameter)
+    return [{"params": groups[True], "weight_decay": decay}, {"params": groups[False], "weight_decay": 0.0}]
+
+
+def decayed_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(by_dimensions(parameters, decay=DECAY), lr=0.1, momentum=0.9)
+
+
+def decayed_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(by_dimensions(parameters, decay=DECAY), lr=1e-2)
+
+
+def with_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> Callable[..., tuple[nn.Module, Optimizer]]:
+    """Return a function that shards a model and makes another optimizer."""
+
+    def parallelize(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
+        sharded = shard(model, mesh, config)
+        return sharded, make(sharded.parameters())
+
+    return parallelize
+
+
+def decoupled_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return an optimizer that multiplies weights, as AdamW does."""
+    optimizer = SGD(by_dimensions(parameters, decay=0.0), lr=0.1, momentum=0.9)
+
+    def decay(*_unused: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(1.0 - 0.1 * DECAY)
+
+    optimizer.register_step_pre_hook(decay)
+    return optimizer
+
+
+class DecayInGradients(OwnLoop):
+    """Weights are added to gradients before these are clipped, as by a term of the loss."""
+
+    def reduced(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and parameter.ndim > 1:
+                parameter.grad.add_(parameter.detach(), alpha=DECAY)
+
+
 class Noisy(Model):
     """Dropout, if it is on."""
 
@@ -321,6 +372,19 @@ def untied_head(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Modu
     return shard(model, mesh, config)
 
 
+decay_missing = owner(OwnLoop, optimizer=decayed_sgd, parallelize=with_optimizer(sgd))
+decay_everywhere = owner(
+    OwnLoop,
+    optimizer=decayed_sgd,
+    parallelize=with_optimizer(lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=DECAY)),
+)
+decay_decoupled = owner(OwnLoop, optimizer=decayed_sgd, parallelize=with_optimizer(decoupled_sgd))
+decay_added = owner(
+    OwnLoop,
+    optimizer=decayed_adamw,
+    parallelize=with_optimizer(lambda parameters: Adam(by_dimensions(parameters, decay=DECAY), lr=1e-2)),
+)
+decay_in_gradients = owner(DecayInGradients)
 layer_remade_by_rank = owner(OwnLoop, parallelize=remade_by_rank)
 layer_unsharded = owner(OwnLoop, parallelize=unsharded_layer, clip=clip_one_by_one)
 layer_not_updated = owner(OwnLoop, parallelize=not_all_in_optimizer)

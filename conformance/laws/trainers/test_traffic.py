@@ -19,6 +19,7 @@ from conformance.subjects.evidence import (
     FsdpGroup,
     fsdp_collectives,
     fsdp_groups,
+    gathers_between_steps,
     replica_groups,
     shard_group_names,
 )
@@ -37,22 +38,26 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
     computes: at most once for each time that it does, forward and backward.
 
     Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since. Parameters that FSDP2
-    does not shard, as experts that each rank has some of, are not gathered.
+    does not shard, as experts that each rank has some of, are not gathered. What is gathered since the optimizer has
+    stepped, as by an evaluation, which leaves the root unsharded, may be used.
 
-    Where optimizers take turns, a turn may compute another turn's module without gradients. FSDP2 keeps the order of
-    such calls until the next backward pass, and gathers ahead by it: once more for each call.
+    Where optimizers take turns, parameters that get no gradient in a turn are gathered forward alone, and one group
+    more for each turn, see `_ahead`.
     """
-    per_call = 2 if evidence.reference.facts.turns == 1 else 3
     for facts, group, step in _everywhere(evidence):
-        trained, calls = _trained(evidence, step), facts.calls[step]
+        trained, calls, ahead = _trained(evidence, step), facts.calls[step], _ahead(evidence, facts, group)
         unseen = {*trained} - calls.total.keys()
         least = group.numel({*calls.first, *unseen})
         most = group.numel_by_calls(group.shard_numels, calls.first, unseen=1)
         first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
+        least -= min(_numel(gathers_between_steps(facts, group, step=step)), least)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), least, most, name=name, detail=detail, unit="elements of shards")
         least = group.numel({*trained, *calls.total})
-        most = per_call * group.numel_by_calls(group.shard_numels, calls.total, unseen=evidence.cell.accumulation[step])
+        backward = group.shard_numels if not ahead else [*trained, *_by_products(evidence, step)]
+        passes = evidence.cell.accumulation[step]
+        most = sum(group.numel_by_calls(each, calls.total, unseen=passes) for each in (group.shard_numels, backward))
+        most += ahead
         name = "elements gathered in a step"
         gathered = _numel(fsdp_collectives(facts, group, GATHER, step=step))
         compare.between(gathered, least, most, name=name, detail=detail, unit="elements of shards")
@@ -157,6 +162,21 @@ def _everywhere(evidence: Evidence) -> Iterator[tuple[SubjectFacts, FsdpGroup, i
         for group in fsdp_groups(evidence.record, facts.rank):
             for step in evidence.steps:
                 yield facts, group, step
+
+
+def _ahead(evidence: Evidence, facts: SubjectFacts, group: FsdpGroup) -> int:
+    """Return the elements that FSDP2 may gather ahead and never use in a step, where optimizers take turns.
+
+    A turn may compute another turn's network without gradients, as a generator whose samples are data. FSDP2 keeps the
+    order of these calls until the next backward pass through that network, in which each group gathers the one that
+    has computed before it (`_backward_prefetch` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py). So the
+    first group of a pass gathers the last one of the calls without gradients, and the pass's end drops it: one group
+    of each network.
+    """
+    turns = evidence.reference.facts.turns
+    if turns == 1:
+        return 0
+    return turns * max((group.numel(each.names) for each in facts.groups), default=group.numel(group.shard_numels))
 
 
 def _reductions(evidence: Evidence) -> Iterator[tuple[SubjectFacts, str, FsdpGroup, int]]:

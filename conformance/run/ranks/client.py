@@ -37,6 +37,7 @@ from conformance.run.ranks.messages import (
     read_head,
     read_tail,
 )
+from conformance.run.ranks.preload import EXPERIMENTS
 
 START_LIMIT_S = 120.0
 DUMP_LIMIT_S = 2.5
@@ -137,7 +138,8 @@ class RankHandle:
 class ServerProcess:
     """Rank server as its owner sees it; an interrupted or failed request ends the server with all its ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tasks: str = EXPERIMENTS) -> None:
+        """Start the server, with the modules that a session's `tasks` need, see `preload`."""
         self.closed = False
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-ranks-"))
         self._log = self.directory / "server.log"
@@ -145,7 +147,7 @@ class ServerProcess:
         self._control.settimeout(START_LIMIT_S)
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _server_code(theirs.fileno(), self.directory)],
+                [sys.executable, "-u", "-c", _server_code(theirs.fileno(), self.directory, tasks)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -218,7 +220,7 @@ def dump_stacks(ranks: Iterable[RankHandle]) -> None:
         remaining = [rank for rank in remaining if not rank.has_dumped()]
 
 
-def _server_code(control_fd: int, directory: Path) -> str:
+def _server_code(control_fd: int, directory: Path, tasks: str) -> str:
     """Return the server's program, which has its owner's import path and an empty `__main__`, without pytest.
 
     Imported modules stay, so garbage collection, a quarter of the time of the imports, is disabled during imports.
@@ -226,7 +228,7 @@ def _server_code(control_fd: int, directory: Path) -> str:
     path = [os.path.abspath(entry) for entry in sys.path]
     return (
         f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
-        f"from conformance.run.ranks.server import main; main({control_fd}, {str(directory)!r})"
+        f"from conformance.run.ranks.server import main; main({control_fd}, {str(directory)!r}, {tasks!r})"
     )
 
 

@@ -24,19 +24,22 @@ PRELOADED_MODULES = (
     "torch.optim",
     "torch.utils._sympy.reference",
 )
+EXPERIMENTS, SUBJECTS = "experiments", "subjects"
+"""Tasks that a session's ranks perform: experiments, or runs of another trainer, which need fewer modules."""
+_TASKS_OF_SUBJECTS = ("safetensors.torch", "conformance.subjects.tasks")
 _COMPILER_MODULES = ("torch._functorch.aot_autograd", "torch._inductor.lowering")
 """Modules whose import covers nearly all imports of the first compilation (1 s in every rank)."""
 
 
-def preload() -> None:
-    """Import every module of `PRELOADED_MODULES` that this torch release has, and all experiments.
+def preload(tasks: str = EXPERIMENTS) -> None:
+    """Import every module of `PRELOADED_MODULES` that this torch release has, and those of a session's tasks.
 
     Experiments bring along the trainer, the instruments and the defects (0.3 s in every rank).
     """
     for name in PRELOADED_MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
-    for name in experiment_modules():
+    for name in experiment_modules() if tasks == EXPERIMENTS else _TASKS_OF_SUBJECTS:
         importlib.import_module(name)
 
 

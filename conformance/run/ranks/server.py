@@ -34,10 +34,13 @@ DEATH_LIMIT_S = 2.0
 GENERATIONS = 16
 
 
-def main(control_fd: int, directory: str) -> NoReturn:
-    """Serve the owner of the control socket until the owner closes the socket; end all ranks and remove `directory`."""
+def main(control_fd: int, directory: str, tasks: str) -> NoReturn:
+    """Serve the owner of the control socket until the owner closes the socket; end all ranks and remove `directory`.
+
+    `tasks` tell which modules ranks need, see `preload`.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    preload()
+    preload(tasks)
     # Ranks share the pages of modules loaded so far, and their garbage collections skip it.
     gc.collect()
     gc.freeze()

@@ -1,5 +1,6 @@
 """First causes of mistakes that trainers make, as a colleague would name them, and the laws folded under them."""
 
+import inspect
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from conformance.report.location import Location
 from conformance.report.schema import CaseResult
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
-from tests.support import sample_reports
+from tests.support import sample_reports, subject_mistakes
 
 MISTAKES = "tests.support.subject_mistakes"
 DP2, ACCUMULATED, HSDP = "dp2-fp32-default-full", "dp2-fp32-default-full-acc2", "hsdp2x2-fp32-default-full"
@@ -58,6 +59,15 @@ FIRST = [
         [DP2],
         "rank 0 waits in all_reduce SUM of 64 float32 over ranks 0,1 at tests/support/subject_m",
     ),
+    ("decay_missing", [DP2], "up.weight is not decayed: the weight decay of the declared optimizer is missing"),
+    ("decay_everywhere", [DP2], "is decayed, and the declared optimizer leaves it out of weight decay"),
+    (
+        "decay_decoupled",
+        [DP2],
+        "multiplies the weights (as AdamW does), and the declared optimizer adds it to gradient",
+    ),
+    ("decay_added", [DP2], "is added to gradients (L2), and the declared optimizer multiplies the weights"),
+    ("decay_in_gradients", [DP2], "those of the mean and 0.1 times the weights: weight decay is added to them"),
 ]
 """Mistake, cells of one and the same cause, and a part of its sentence."""
 
@@ -109,6 +119,13 @@ def test_a_mistake_is_named(pools: Pools, tmp_path: Path, name: str, cell: str, 
 
 def replace_reason(case: CaseResult, reason: str) -> CaseResult:
     return CaseResult(**{**{name: getattr(case, name) for name in case.__struct_fields__}, "reason": reason})
+
+
+def test_a_layer_that_ranks_make_again_has_the_line_that_makes_it(pools: Pools, tmp_path: Path) -> None:
+    lines, first = inspect.getsourcelines(subject_mistakes.remade_by_rank)
+    made = first + next(index for index, line in enumerate(lines) if "nn.Linear" in line)
+    cause, *_ = causes_of(pools, tmp_path, "layer_remade_by_rank", [DP2])
+    assert f"subject_mistakes.py:{made} " in f"{cause.where} "
 
 
 @pytest.mark.parametrize(("name", "cells", "sentence"), FIRST)

@@ -44,7 +44,12 @@ def test_a_right_loop_passes(pools: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "law"),
-    [("nothing_forgotten", "gradients"), ("not_detached", "gradients"), ("not_reduced", "gradients-are-reduced")],
+    [
+        ("nothing_forgotten", "gradients"),
+        ("not_detached", "gradients"),
+        ("not_reduced", "gradients-are-reduced"),
+        ("gathered_twice", "parameters-are-gathered"),
+    ],
 )
 def test_a_mistake_is_seen(pools: Pools, tmp_path: Path, name: str, law: str) -> None:
     assert law in failing(pools, tmp_path, name, DP2)
@@ -53,4 +58,7 @@ def test_a_mistake_is_seen(pools: Pools, tmp_path: Path, name: str, law: str) ->
 def test_another_order_of_optimizers_is_one_line(pools: Pools, tmp_path: Path) -> None:
     with pytest.raises(CellFailed) as raised:
         SubjectRuns(store_of(pools, tmp_path, "generator_first")).evidence(DP2)
-    assert "holds no parameter of discriminator, whose turn it is" in raised.value.failure.reason
+    assert (
+        "AdamW, which trains generator, takes a step in the turn of discriminator: declare loss="
+        in raised.value.failure.reason
+    )
