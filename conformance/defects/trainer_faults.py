@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -22,11 +23,15 @@ from conformance.plan.substrates import SIM
 CELLS = "id = dp2-fp32-default-full"
 SHARED = "id = dp2-tp2-bf16mp-default-full"
 """Cell with tensor parallelism and bf16, in which activations and gradients are smallest."""
+TENSOR_PARALLEL = "id = dp2-tp2-fp32-default-full"
+_TENSOR_PARALLEL_RANKS = 2
+"""Ranks with the same data on that mesh, which are neighbours."""
 SYNC = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
     "#torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
 )
 FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+PLANS = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 BUILT = instead_of("conformance.subjects.tasks", "built")
@@ -195,6 +200,48 @@ def gradients_kept_unsharded(
     _until_the_step(kept, optimizer)
 
 
+@defect("no-needless-collectives", TENSOR_PARALLEL, PLANS, of="any trainer")
+@BUILT
+def result_gathered_again(
+    benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Ranks that see the same data gather the result of each module twice, while the first copy is there."""
+    group = _neighbours()
+
+    def gather(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            sent = local(result.detach()).contiguous()
+            first = [all_gather_tensor(sent, 0, group)]
+            first[0].sum()
+            if benign:
+                first.clear()
+            all_gather_tensor(sent, 0, group).sum()
+
+    for module in model.modules():
+        module.register_forward_hook(gather)
+
+
+@defect("no-needless-collectives", TENSOR_PARALLEL, PLANS, of="any trainer")
+@BUILT
+def own_share_of_a_sum_read(
+    benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Ranks that see the same data add up the result of each module, and each reads its own share of the sum alone."""
+    group = _neighbours()
+
+    def add_up(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            summed = local(result.detach()).clone()
+            dist.all_reduce(summed, group=group)
+            shares = summed.tensor_split(_TENSOR_PARALLEL_RANKS)
+            for rank, share in enumerate(shares):
+                if benign or rank == dist.get_rank(group):
+                    share.sum()
+
+    for module in model.modules():
+        module.register_forward_hook(add_up)
+
+
 @defect("unordered-accesses schedules-agree", CELLS, STREAMS, of="any trainer", substrates=SIM)
 @BUILT
 def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
@@ -217,6 +264,12 @@ def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimize
                 streams[0].wait_stream(current)  # or it would be given the memory of the copies too early
 
     optimizer.register_step_pre_hook(copy)
+
+
+def _neighbours() -> dist.ProcessGroup:
+    """Return the group of the ranks that see the same data on a mesh with tensor parallelism."""
+    group, _groups = dist.new_subgroups(_TENSOR_PARALLEL_RANKS)  # type: ignore[no-untyped-call]
+    return group  # type: ignore[no-any-return]
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

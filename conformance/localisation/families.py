@@ -118,6 +118,7 @@ _LAWS: dict[str, Where] = {
     "STREAM-6": _RACE,
     "clipping-reduces-norms": _SCHEDULE,
     "gradients-are-reduced": _SCHEDULE,
+    "no-needless-collectives": _SCHEDULE,
     "parameters-are-gathered": _SCHEDULE,
     "resharded": _SCHEDULE,
     "same-collectives": _SCHEDULE,
@@ -130,6 +131,7 @@ _LAWS: dict[str, Where] = {
 _ANY_TRAINER: dict[str, Where] = dict.fromkeys(
     (
         "fsdp-is-on",
+        "tensor-parallelism-is-on",
         "partition",
         "replicas",
         "initialised",
