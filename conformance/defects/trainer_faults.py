@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -211,11 +210,13 @@ def result_gathered_again(
     def gather(_module: nn.Module, _inputs: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             sent = local(result.detach()).contiguous()
-            first = [all_gather_tensor(sent, 0, group)]
-            first[0].sum()
+            first, second = ([torch.empty_like(sent) for _ in range(_TENSOR_PARALLEL_RANKS)] for _ in range(2))
+            dist.all_gather(first, sent, group=group)
+            torch.cat(first).sum()
             if benign:
                 first.clear()
-            all_gather_tensor(sent, 0, group).sum()
+            dist.all_gather(second, sent, group=group)
+            torch.cat(second).sum()
 
     for module in model.modules():
         module.register_forward_hook(gather)

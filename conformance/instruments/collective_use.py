@@ -58,8 +58,6 @@ class _Result:
     """Result from which what was sent is cut."""
     storages: set[int] = field(default_factory=set)
     """Storages that have some of the elements."""
-    complete: set[int] = field(default_factory=set)
-    """Storages that have all of them."""
 
     def is_own_share_read(self) -> bool:
         """Return whether some elements were read, and none but this rank's n-th."""
@@ -181,9 +179,14 @@ class CollectiveUse:
 
     def _is_there(self, result: _Result) -> bool:
         """Return whether all elements of a result are still there when no thread of a process group holds them."""
-        if result.complete:
-            self._settle()
-        return bool(result.complete)
+        if not self._has_all(result):
+            return False
+        self._settle()
+        return self._has_all(result)
+
+    def _has_all(self, result: _Result) -> bool:
+        numbers = [self._shadows[key].numbers for key in result.storages]
+        return bool(numbers) and torch.unique(torch.cat(numbers)).ge(0).sum().item() == result.read.numel()
 
     def _follow(self, result: _Result, source: Tensor, targets: Sequence[Tensor]) -> None:
         begin = 0
@@ -211,9 +214,6 @@ class CollectiveUse:
             shadow = self._shadows[key] = _Shadow(result, unknown, target.element_size(), reference)
             result.storages.add(key)
         shadow.numbers_of(target).copy_(numbers)
-        known = shadow.numbers[shadow.numbers >= 0]
-        if torch.unique(known).numel() == result.read.numel():
-            result.complete.add(key)
 
     def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Let a copy keep the numbers of its elements, if all are of one result; otherwise they are read."""
@@ -280,7 +280,6 @@ class CollectiveUse:
             return
         result = shadow.result
         result.storages.discard(key)
-        result.complete.discard(key)
         if not result.storages:
             self._judge(result)
 

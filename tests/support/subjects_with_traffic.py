@@ -52,11 +52,9 @@ class Model(nn.Module):
         checkpointed: bool = False,
         first_position: bool = False,
         saved_on_cpu: bool = False,
-        pinned: bool = False,
     ) -> None:
         super().__init__()
-        self.checkpointed, self.first_position = checkpointed, first_position
-        self.saved_on_cpu, self.pinned = saved_on_cpu, pinned
+        self.checkpointed, self.first_position, self.saved_on_cpu = checkpointed, first_position, saved_on_cpu
         self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.entry = Gated()
         self.middle = nn.Identity()
@@ -65,7 +63,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        with save_on_cpu(pin_memory=self.pinned) if self.saved_on_cpu else nullcontext():
+        with save_on_cpu() if self.saved_on_cpu else nullcontext():
             x = self.norm(self.middle(self.entry(x + self.positions)))
             x = checkpoint(self.gated, x, use_reentrant=False) if self.checkpointed else self.gated(x)
         x = x[:, :1].expand(x.shape) if self.first_position else x
@@ -133,8 +131,7 @@ right = with_plan(PLAN)
 replicated = with_plan(REPLICATED)
 first_position = with_plan(REPLICATED, model=partial(Model, first_position=True))
 checkpointed = with_plan(PLAN, model=partial(Model, checkpointed=True))
-saved_on_cpu = with_plan(PLAN, model=partial(Model, saved_on_cpu=True), precisions=["fp32", "bf16"])
-saved_on_cpu_pinned = with_plan(PLAN, model=partial(Model, saved_on_cpu=True, pinned=True), precisions=["fp32", "bf16"])
+saved_on_cpu = with_plan(PLAN, model=partial(Model, saved_on_cpu=True))
 
 gathered_one_by_one = with_plan(
     {

@@ -149,7 +149,7 @@ def test_nothing_is_sent_that_ranks_have(evidence: Evidence) -> None:
         raise Unsupported("compiled graphs read the results of collectives unseen")
     by_waste: dict[str, list[str]] = {waste: [] for waste in get_args(Waste)}
     seen = Counter(place for facts in ranks for place in _needless(facts))
-    for (group, number, waste), times in seen.items():
+    for (group, number, waste), times in sorted(seen.items()):
         sharing = members(group, evidence.record.world_size)
         if times == len(sharing) and len({ranks[rank].data_rank for rank in sharing}) == 1:
             issued = [each for each in ranks[sharing[0]].collectives if each.group == group]

@@ -74,6 +74,13 @@ def list_of_own(x: Tensor) -> None:
     outputs[0].sum()
 
 
+def list_again(x: Tensor) -> None:
+    first, second = ([torch.empty_like(x), torch.empty_like(x)] for _ in range(2))
+    dist.all_gather(first, x)
+    dist.all_gather(second, x)
+    torch.cat(first + second).sum()
+
+
 def list_of_all(x: Tensor) -> None:
     outputs = [torch.empty_like(x), torch.empty_like(x)]
     dist.all_gather(outputs, x)
@@ -124,6 +131,7 @@ FOUND: list[tuple[Callable[[Tensor], None], list[str]]] = [
     (own_share, ["own share read"]),
     (other_share, []),
     (list_of_own, ["own share read"]),
+    (list_again, ["sent again"]),
     (list_of_all, []),
     (list_of_others, []),
     (into_tensor, ["own share read"]),
