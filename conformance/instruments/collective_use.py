@@ -1,4 +1,4 @@
-"""Use of what collectives return: results that a rank had already, and results of which it reads its own share alone.
+"""Use of the results of collectives: results that a rank had already, or of which it reads its own share alone.
 
 Each element of a result has a number. Copies of it that only move elements (`cat`, `clone`, a cast) keep the numbers,
 so that a read of a copy is known as one of the result. A read inside of a compiled graph, or of NumPy, is not seen.
@@ -51,11 +51,11 @@ class _Result:
     """Position of this rank in the group."""
     is_gathered: bool
     key: tuple[Any, ...] | None
-    """What was gathered: storage, version, ranks and geometry."""
+    """Tensor that was gathered: storage, version, ranks and geometry."""
     read: Tensor
     """True for each element that was read, flat; on the host."""
-    piece_of: "_Result | None" = None
-    """Result from which what was sent is cut."""
+    cut_from: "_Result | None" = None
+    """Result from which the tensor that was sent is cut."""
     storages: set[int] = field(default_factory=set)
     """Storages that have some of the elements."""
 
@@ -95,7 +95,7 @@ class _Shadow:
 
 
 class CollectiveUse:
-    """Listener of the dispatch tap that follows what all-gathers and all-reduces of floating numbers return.
+    """Listener of the dispatch tap that follows the results of all-gathers and all-reduces of floating numbers.
 
     Statistics, of fewer than two dimensions, and FSDP's own collectives are left out.
     """
@@ -154,7 +154,7 @@ class CollectiveUse:
         """Return the result that the collective has for a tensor of this rank."""
         storage = sent.untyped_storage()
         geometry = sent.storage_offset(), sent.shape, sent.stride()
-        piece_of = self._shadow(sent)
+        cut_from = self._shadow(sent)
         numel = sent.numel() * len(ranks) if is_gather else sent.numel()
         return _Result(
             number=self._count() - 1,
@@ -163,19 +163,19 @@ class CollectiveUse:
             own=ranks.index(dist.get_rank()),
             is_gathered=is_gather,
             key=(id(storage), sent._version, ranks, *geometry) if is_gather and not sent.is_inference() else None,
-            piece_of=piece_of.result if piece_of and bool((piece_of.numbers_of(sent) >= 0).all()) else None,
+            cut_from=cut_from.result if cut_from and bool((cut_from.numbers_of(sent) >= 0).all()) else None,
             read=torch.zeros(numel, dtype=torch.bool),
         )
 
     def _look_for_an_earlier(self, sent: _Result) -> None:
-        """Note a gather of what the result of an earlier collective has, if that is still there."""
+        """Note a gather of elements that the result of an earlier collective has, if that is still there."""
         earlier = self._sent.get(sent.key) if sent.key else None
         if earlier and self._is_there(earlier):
             self._found.append(UseOfCollective(sent.number, "sent again"))
-        piece_of = sent.piece_of if sent.is_gathered else None
-        if piece_of and piece_of.ranks == sent.ranks and self._is_there(piece_of):
+        cut_from = sent.cut_from if sent.is_gathered else None
+        if cut_from and cut_from.ranks == sent.ranks and self._is_there(cut_from):
             self._found.append(UseOfCollective(sent.number, "sent a piece of a result"))
-        sent.piece_of = None
+        sent.cut_from = None
 
     def _is_there(self, result: _Result) -> bool:
         """Return whether all elements of a result are still there when no thread of a process group holds them."""
@@ -226,8 +226,8 @@ class CollectiveUse:
             self._compute(func, args, kwargs, result)
             return
         numbers = [shadow.numbers_of(tensor) for shadow, tensor in zip(shadows, sources, strict=True)]
-        moved = func(numbers, *args[1:], **kwargs) if isinstance(args[0], list | tuple) else numbers[0]
-        self._number(shadows[0].result, result, moved)
+        renumbered = func(numbers, *args[1:], **kwargs) if isinstance(args[0], list | tuple) else numbers[0]
+        self._number(shadows[0].result, result, renumbered)
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         if not self._shadows:
@@ -303,7 +303,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _is_view(result: Any, sources: Sequence[Tensor]) -> bool:
-    """Return whether an operator that changes nothing has only returned views of what it was given."""
+    """Return whether an operator that changes nothing has only returned views of its arguments."""
     storages = {id(tensor.untyped_storage()) for tensor in sources}
     results = list(_tensors(result))
     return bool(results) and all(id(tensor.untyped_storage()) in storages for tensor in results)

@@ -125,6 +125,7 @@ _LAWS: dict[str, Where] = {
     "wire-dtypes": _WIRE,
     "bf16-gradients": _DTYPE,
     "bf16-is-used": _DTYPE,
+    "bf16-parameters": _DTYPE,
     "fp32-masters": _DTYPE,
 }
 """Laws whose place is another one than that of their family."""

@@ -280,7 +280,7 @@ class InBf16:
 
     @property
     def matmul_dtypes(self) -> list[str]:
-        """Dtypes of the operands of all products so far, but for those of layers that are kept in fp32."""
+        """Dtypes of the operands of all products so far, without those of layers that are kept in fp32."""
         return self._audit.facts().get(MATMULS_IN_FORWARD, [])
 
     def computing(self, masters: nn.Module) -> nn.Module:

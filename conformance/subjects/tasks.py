@@ -414,7 +414,7 @@ def _trains_in_bf16(subject: Subject) -> bool:
 
 
 class _Bf16(NamedTuple):
-    """What one process tells about training in bf16; empty where nothing computes in bf16."""
+    """Results of training in bf16 in one process; empty where nothing computes in bf16."""
 
     gradients: OwnErrors | None = None
     updates: list[OwnErrors] = []  # noqa: RUF012 - never changed

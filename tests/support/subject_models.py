@@ -235,7 +235,7 @@ class Routed(Model):
 
 
 class Following(Routed):
-    """The same model whose router takes the dtype of its weights."""
+    """Model whose router takes the dtype of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Model.forward(self, x) * self.router(x.to(self.router.weight.dtype)).sigmoid()  # type: ignore[no-any-return]

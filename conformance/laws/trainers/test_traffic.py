@@ -133,7 +133,7 @@ def test_ranks_issue_the_same_collectives(evidence: Evidence) -> None:
     reference="https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html",
 )
 def test_nothing_is_sent_that_ranks_have(evidence: Evidence) -> None:
-    """Ranks that see the same data, as those of tensor parallelism, MUST NOT gather what all of them still have: a
+    """Ranks that see the same data, as those of tensor parallelism, MUST NOT gather elements that all of them have: a
     tensor whose gathered form is there unchanged, or a piece of a gathered or reduced result. Each MUST NOT read its
     own share alone of what it gathers (it had that before), or of what it reduces (a reduce-scatter has that).
 

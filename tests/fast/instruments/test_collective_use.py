@@ -1,4 +1,4 @@
-"""Which collectives a rank could have left out, on a process group that sends nothing."""
+"""Collectives that a rank could have left out, on a process group that sends nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,7 +88,7 @@ def list_of_all(x: Tensor) -> None:
 
 
 def list_of_others(x: Tensor) -> None:
-    """As of contrastive losses, in which the own part keeps its gradient."""
+    """Read the shares of others, and keep the gradient of the own one, as contrastive losses do."""
     outputs = [torch.empty_like(x), torch.empty_like(x)]
     dist.all_gather(outputs, x)
     torch.cat([x, outputs[1]]).sum()

@@ -104,9 +104,9 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
     unsupported = {entry.case.cell for entry in trainer.judged if entry.verdict == Verdict.UNSUPPORTED}
     assert unsupported == {cell for cell in TRAINER_CELLS if cell.mesh == "dp2-tp2"}
     others = [cell for cell in TRAINER_CELLS if cell.mesh != TP.mesh]
-    of_tensor_parallelism = {law for law, each in LAWS.items() if not any(map(each.law.scope.holds, others))}
+    on_sharing_ranks = {law for law, each in LAWS.items() if not any(map(each.law.scope.holds, others))}
     passed = {entry.case.law for entry in trainer.judged if entry.verdict == Verdict.PASS}
-    assert passed == LAWS.keys() - of_tensor_parallelism
+    assert passed == LAWS.keys() - on_sharing_ranks
     faults = trainer.faults()
     assert [(seen.cell, seen.fault) for seen in faults] == [(c.id, fault) for c in (DP2, HSDP) for fault in ALL_FAULTS]
     assert all(seen.laws for seen in faults), faults
