@@ -44,7 +44,7 @@ class Gated(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers on samples of several positions, without residual paths: the result of a layer is read by the next one alone."""
+    """Layers on samples of several positions, without residual paths: only the next layer reads a layer's result."""
 
     def __init__(
         self,

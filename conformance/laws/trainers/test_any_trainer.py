@@ -303,7 +303,8 @@ def test_gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
 @law("bf16-is-used", of="any trainer", like="MP-1", where="precision = bf16-mp", reference=FULLY_SHARD)
 def test_products_are_in_bf16(evidence: Evidence) -> None:
     """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them, except
-    in layers that the owner's code keeps in fp32: by a policy of mixed precision that says so, by `ignored_params`, or by a cast of their inputs to fp32 in the model.
+    in layers that the owner's code keeps in fp32: by a policy of mixed precision that says so, by `ignored_params`, or
+    by a cast of their inputs to fp32 in the model.
 
     Wrong if mixed precision is forgotten, for the model or for a layer.
 
