@@ -22,11 +22,15 @@ from conformance.plan.substrates import SIM
 CELLS = "id = dp2-fp32-default-full"
 SHARED = "id = dp2-tp2-bf16mp-default-full"
 """Cell with tensor parallelism and bf16, in which activations and gradients are smallest."""
+TENSOR_PARALLEL = "id = dp2-tp2-fp32-default-full"
+_TENSOR_PARALLEL_RANKS = 2
+"""Ranks with the same data on that mesh, which are neighbours."""
 SYNC = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
     "#torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
 )
 FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+PLANS = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 STREAMS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams"
 CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 ADVERSARIES = "https://docs.pytorch.org/tutorials/beginner/dcgan_faces_tutorial.html#training"
@@ -219,6 +223,50 @@ def gradients_kept_unsharded(
     _until_the_step(kept, optimizer)
 
 
+@defect("no-needless-collectives", TENSOR_PARALLEL, PLANS, of="any trainer")
+@BUILT
+def result_gathered_again(
+    benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Ranks that see the same data gather the result of each module twice, while the first copy is there."""
+    group = _neighbours()
+
+    def gather(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            sent = local(result.detach()).contiguous()
+            first, second = ([torch.empty_like(sent) for _ in range(_TENSOR_PARALLEL_RANKS)] for _ in range(2))
+            dist.all_gather(first, sent, group=group)
+            torch.cat(first).sum()
+            if benign:
+                first.clear()
+            dist.all_gather(second, sent, group=group)
+            torch.cat(second).sum()
+
+    for module in model.modules():
+        module.register_forward_hook(gather)
+
+
+@defect("no-needless-collectives", TENSOR_PARALLEL, PLANS, of="any trainer")
+@BUILT
+def own_share_of_a_sum_read(
+    benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float
+) -> None:
+    """Ranks that see the same data add up the result of each module, and each reads its own share of the sum alone."""
+    group = _neighbours()
+
+    def add_up(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            summed = local(result.detach()).clone()
+            dist.all_reduce(summed, group=group)
+            shares = summed.tensor_split(_TENSOR_PARALLEL_RANKS)
+            for rank, share in enumerate(shares):
+                if benign or rank == dist.get_rank(group):
+                    share.sum()
+
+    for module in model.modules():
+        module.register_forward_hook(add_up)
+
+
 @defect("unordered-accesses schedules-agree", CELLS, STREAMS, of="any trainer", substrates=SIM)
 @BUILT
 def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
@@ -241,6 +289,12 @@ def stream_not_awaited(benign: bool, _original: Any, _model: nn.Module, optimize
                 streams[0].wait_stream(current)  # or it would be given the memory of the copies too early
 
     optimizer.register_step_pre_hook(copy)
+
+
+def _neighbours() -> dist.ProcessGroup:
+    """Return the group of the ranks that see the same data on a mesh with tensor parallelism."""
+    group, _groups = dist.new_subgroups(_TENSOR_PARALLEL_RANKS)  # type: ignore[no-untyped-call]
+    return group  # type: ignore[no-any-return]
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -94,8 +94,8 @@ class CollectiveLog(Observer):
 
     def _add(self, kind: str, names: Sequence[str], args: Sequence[Any]) -> None:
         arguments = dict(zip(names, args, strict=False))
-        tensors = _input_tensors(arguments)
-        ranks = tuple(sorted(dist.get_process_group_ranks(_process_group(arguments))))
+        tensors = input_tensors(arguments)
+        ranks = tuple(sorted(dist.get_process_group_ranks(process_group(arguments))))
         entry = Collective(
             step=self._step,
             phase=self._phase,
@@ -143,7 +143,7 @@ def collective_kind(operator_name: str) -> str | None:
     raise RuntimeError(f"unknown collective {operator_name}: add it to {__name__}")
 
 
-def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+def process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     """Return the group of a call: an object, boxed for TorchScript, or a name in functional collectives."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, dist.ProcessGroup):
@@ -158,7 +158,7 @@ def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     return resolve(group)  # type: ignore[no-any-return]
 
 
-def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
+def input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that this rank contributes: inputs where the operator names them, else the tensors reduced in place."""
     for name in ("input_tensor", "input_tensors", "inputs", "input", "self", "tensors", "tensor"):
         value = arguments.get(name)

@@ -43,6 +43,16 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
     return policies
 
 
+def managed_parameters(model: nn.Module) -> frozenset[int]:
+    """Return Python's ids of the sharded parameters that FSDP2 manages.
+
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    """
+    with private_state("the parameters of its groups"):
+        sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
+        return frozenset(id(managed.sharded_param) for module in sharded for managed in _managed(module))
+
+
 def _managed(module: FSDPModule) -> list[Any]:
     return [managed for group in _groups(module) for managed in group.fsdp_params]
 

@@ -122,18 +122,21 @@ _LAWS: dict[str, Where] = {
     "STREAM-6": _RACE,
     "clipping-reduces-norms": _SCHEDULE,
     "gradients-are-reduced": _SCHEDULE,
+    "no-needless-collectives": _SCHEDULE,
     "parameters-are-gathered": _SCHEDULE,
     "resharded": _SCHEDULE,
     "same-collectives": _SCHEDULE,
     "wire-dtypes": _WIRE,
     "bf16-gradients": _DTYPE,
     "bf16-is-used": _DTYPE,
+    "bf16-parameters": _DTYPE,
     "fp32-masters": _DTYPE,
 }
 """Laws whose place is another one than that of their family."""
 _ANY_TRAINER: dict[str, Where] = dict.fromkeys(
     (
         "fsdp-is-on",
+        "tensor-parallelism-is-on",
         "partition",
         "replicas",
         "initialised",

@@ -145,7 +145,7 @@ def _bounds(evidence: Evidence, step: int) -> Mapping[str, Bound]:
     errors = evidence.reference.facts.bf16_gradients
     if evidence.cell.precision == "fp32" or errors is None:
         return evidence.reference.gradient_bounds(step)
-    return evidence.reference.bf16_gradient_bounds(errors)
+    return evidence.reference.bf16_bounds(errors)
 
 
 def _gradients(evidence: Evidence, step: int, rank: int, *, kind: str = "gradient") -> Shards:

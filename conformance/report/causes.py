@@ -15,6 +15,7 @@ from conformance.report.wording import counted
 
 CAUSAL_ORDER = (
     "fsdp-is-on",
+    "tensor-parallelism-is-on",
     "partition",
     "tied-weights",
     "fp32-masters",
@@ -23,6 +24,7 @@ CAUSAL_ORDER = (
     "bf16-is-used",
     "parameters-are-gathered",
     "same-collectives",
+    "no-needless-collectives",
     "wire-dtypes",
     "gradients-are-reduced",
     "every-gradient",
@@ -36,6 +38,7 @@ CAUSAL_ORDER = (
     "optimizer-holds-each-once",
     "every-update",
     "parameters",
+    "bf16-parameters",
     "loss",
     "unordered-accesses",
     "schedules-agree",

@@ -85,9 +85,19 @@ class Reference:
         """Return the bound of the change of each parameter since the start, in fp32."""
         return _bounds(self.facts.updates[step], FP32_FACTOR)
 
-    def bf16_gradient_bounds(self, errors: OwnErrors) -> dict[str, Bound]:
-        """Return the bound of each gradient in bf16."""
+    def bf16_bounds(self, errors: OwnErrors) -> dict[str, Bound]:
+        """Return the bound of each gradient, or change of a parameter, with own errors in bf16."""
         return _bounds(errors, BF16_FACTOR)
+
+    def bf16_loss_bound(self) -> Bound:
+        """Return the bound of a loss in bf16; raises Unsupported if the reference was not run in bf16.
+
+        The error of a single number may be small by chance: that of all gradients is the other term, as in fp32.
+        """
+        errors = self.facts.bf16_gradients
+        if errors is None:
+            raise Unsupported("the reference was not run in bf16")
+        return measured_bound(BF16_FACTOR, self.facts.bf16_loss_error, errors.overall)
 
     def number_bound(self, own: float) -> Bound:
         """Return the bound of a loss or a norm with an own error, in fp32."""
@@ -195,6 +205,15 @@ def _with_other_data(record: SubjectRecord, groups: Sequence[Sequence[int]]) -> 
 
 def _name(ranks: Sequence[int], world_size: int) -> str:
     return "world" if len(ranks) == world_size else f"ranks {','.join(map(str, ranks))}"
+
+
+def members(group: str, world_size: int) -> list[int]:
+    """Return the ranks of a group by its name in the log of collectives.
+
+    >>> members("ranks 0,2", 4), members("world", 2)
+    ([0, 2], [0, 1])
+    """
+    return [*range(world_size)] if group == "world" else [int(rank) for rank in group.removeprefix("ranks ").split(",")]
 
 
 def shard_group_names(record: SubjectRecord, rank: int) -> list[str]:

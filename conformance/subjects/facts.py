@@ -2,6 +2,7 @@
 
 import msgspec
 
+from conformance.instruments.collective_use import UseOfCollective
 from conformance.instruments.facts import Collective, StreamFacts
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.instruments.taps import Line
@@ -142,6 +143,10 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     saved_bytes: list[int] = []
     """Most bytes that autograd has saved when a backward pass begins, beside parameters and buffers, by step; only with
     tensor parallelism."""
+    needless: list[UseOfCollective] = []
+    """Collectives in forward and backward that the rank could have done without; only with tensor parallelism."""
+    is_compiled: bool = False
+    """True if `torch.compile` has compiled a module, whose graphs read tensors unseen."""
     batch_bytes: int = 0
     """Bytes of the micro-batches of the step that has most."""
     dataset_bytes: int = 0
@@ -231,6 +236,12 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """True if `count` differs between ranks."""
     bf16_activations: list[ActivationMemory] = []
     """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty where nothing computes in bf16."""
+    bf16_updates: list[OwnErrors] = []
+    """Own errors of bf16 of the change since the start, by step; empty where nothing computes in bf16."""
+    bf16_loss_error: float = 0.0
+    """Largest relative deviation of a step's loss in bf16."""
+    kept_in_fp32: list[str] = []
+    """Parameters that the model's code needs in fp32 where others are in bf16, see `reference.kept_in_fp32`."""
     frozen: list[str] = []
     """Parameters that require no gradient in one process."""
     learning_rates: list[list[float]] = []
@@ -279,6 +290,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """Name in `names` of a tied parameter, by its other names."""
     weights: str
     """File with the initial weights of the reference."""
+    kept_in_fp32: list[str]
+    """Parameters that the model's code needs in fp32, see `ReferenceFacts`."""
     directory: str
     defect: str | None = None
     schedule: str = ""

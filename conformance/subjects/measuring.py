@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.instruments.capture import Capture
+from conformance.instruments.collective_use import CollectiveUse
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeListener
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective
-from conformance.instruments.fsdp_state import GroupSettings, keeps_its_dtype, settings_of
+from conformance.instruments.fsdp_state import GroupSettings, keeps_its_dtype, managed_parameters, settings_of
 from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
-from conformance.instruments.taps import Line, Taps
+from conformance.instruments.taps import Line, Taps, is_compiled
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
 from conformance.run.shards import tensor_file
@@ -98,13 +99,15 @@ class SubjectRecorder:
         writers: Writers | None = None,
         accelerator: AcceleratorLog | None = None,
         saved: SavedTensors | None = None,
+        is_tensor_parallel: bool = False,
+        kept_in_fp32: Collection[str] = (),
     ) -> None:
         """Make the instruments; `writers`, which have seen the run being built, add `taps` of all modules.
 
         `noted` is called with each collective that this rank issues.
         `memory` and `accelerator` have been there before the run was built.
         """
-        self._begin = begin
+        self._begin, self._kept_in_fp32 = begin, frozenset(kept_in_fp32)
         self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         trained = {"is_trained": run.is_trained} if hasattr(run, "is_trained") else {}
@@ -117,6 +120,10 @@ class SubjectRecorder:
         self._saved_bytes: dict[int, int] = {}
         outcomes += [accelerator.trace.listen] if accelerator else []
         outcomes += memory.memory.listeners
+        self._use: CollectiveUse | None = None
+        if is_tensor_parallel:
+            self._use = CollectiveUse(count_collectives=self._collectives.count, settle=memory.memory.settle)
+            outcomes.append(self._use.listen_to_outcomes)
         self._tap = DispatchTap(listeners, outcomes=outcomes)
         self._written: dict[str, Line] = {}
         self._sharded: dict[str, nn.Parameter] = {}
@@ -207,7 +214,8 @@ class SubjectRecorder:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         groups = {path: module for path, module in modules.items() if isinstance(module, FSDPModule)}
-        self._dtypes.tell_apart({modules[path]: keeps_its_dtype(module) for path, module in groups.items()})
+        by_policy = {modules[path]: keeps_its_dtype(module) for path, module in groups.items()}
+        self._dtypes.tell_apart(by_policy | dict.fromkeys(self._kept_layers(model), True))
         used: dict[nn.Module, dict[str, str]] = {}
         self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
@@ -221,6 +229,15 @@ class SubjectRecorder:
             self._below_fsdp |= {*names.values()}
             path = next(path for path, each in modules.items() if each is module)
             module.register_forward_pre_hook(partial(self._enter, path, names), with_kwargs=True)
+
+    def _kept_layers(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the layers that stay in fp32 as the owner's code says: by casts, or by ignored parameters."""
+        managed = managed_parameters(model)
+        names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            own = [*module.parameters(recurse=False)]
+            if any(names[id(each)] in self._kept_in_fp32 or (managed and id(each) not in managed) for each in own):
+                yield module
 
     def _enter(self, path: str, names: Mapping[str, str], module: nn.Module, *inputs: Any) -> None:
         """See the parameters of a group, which FSDP2 has gathered, as a module of it computes.
@@ -264,6 +281,8 @@ class SubjectRecorder:
         if name == "idle" or step != self._step:
             self._end_step()
         self._phase, self._step = name, step
+        if self._use:
+            self._use.is_on = name in ("forward", "backward")
         observers: tuple[_SeesPhases | None, ...] = (self.taps, self._writers, self._accelerator)
         for instrument in filter(None, observers):
             instrument.phase(name, step=step)
@@ -374,6 +393,8 @@ class SubjectRecorder:
             groups=self._groups,
             saved_bytes=list(self._saved_bytes.values()),
             fed_with_data=sorted(self._fed_with_data),
+            needless=self._use.facts() if self._use else [],
+            is_compiled=any(map(is_compiled, run.model.modules())),
         )
 
     def _with_fsdp(self, name: str, layout: ShardedParameter) -> ShardedParameter:

@@ -12,9 +12,10 @@ the unsharded gradients, the input of a reduce-scatter and its output.
   half, or as both (a redistribution): at most 3/2. Together they are no more than 3/2 of one process's.
 - A group that is resharded after forward is unsharded while it computes, with the groups around it. Buffers of two
   all-gathers are there besides, the previous one's and its own, and of as many as it was told to gather ahead.
-- In backward FSDP2 gathers one group ahead by itself. The gradients of a group wait for all of the group: of a group
-  around others until these are done, and of one that is fed with data until backward ends, as its parameters. The
-  inputs of two reduce-scatters are there, the previous one's and its own, and one output.
+- In backward FSDP2 gathers one group ahead by itself, of those that were resharded. The gradients of a group wait for
+  all of the group: of a group around others until these are done, and of one that is fed with data until backward
+  ends, as its parameters. The inputs of two reduce-scatters are there, the previous one's and its own, and one output.
+  Groups that are fed with data reduce when backward has ended. Then activations are there only if the graph is kept.
 - In a step of several micro-batches all groups may stay unsharded, and all gradients may wait unsharded for the last.
 """
 
@@ -70,8 +71,8 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
     yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + in_flight)
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
-    most = backward + own.backward_bytes + buffers.backward() + in_flight
-    yield PhaseRoom("backward", forward + own.held_bytes, most)
+    most = max(own.backward_bytes + buffers.backward(), own.held_bytes + buffers.end_of_backward())
+    yield PhaseRoom("backward", forward + own.held_bytes, backward + most + in_flight)
     clip = others + own.gradient_bytes
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
@@ -179,13 +180,20 @@ class _Buffers:
         return computing + self._gathered(2 + self._ahead) + self._cast_bytes + self._ordered_bytes
 
     def backward(self) -> int:
-        """Return the same in backward."""
-        computing = max(sum(map(self._in_backward, self._with_outer(group))) for group in self._groups)
-        fed = sum(map(self._in_backward, self._fed))
-        reduced = nlargest(2, (group.reduced_bytes for group in self._groups))
-        outputs = max(group.reduced_bytes // group.ranks for group in self._groups)
-        gathered = self._gathered(1 + max(1, self._ahead)) + self._cast_bytes + self._ordered_bytes
-        return computing + fed + gathered + sum(reduced) + outputs
+        """Return the same in backward, until gradients of all activations are there."""
+        reducing = [group for group in self._groups if group not in self._fed]
+        computing = max(sum(map(self._in_backward, self._at_once(group))) for group in self._groups)
+        gathered = self._gathered(1 + max(1, self._ahead), backward=True) + self._cast_bytes + self._ordered_bytes
+        return computing + gathered + _reducing(reducing)
+
+    def end_of_backward(self) -> int:
+        """Return the same when the groups that are fed with data reduce."""
+        return sum(map(self._in_backward, self._fed)) + _reducing(self._groups)
+
+    def _at_once(self, group: GroupSettings) -> list[GroupSettings]:
+        """Return a group, those around it and those that wait until backward ends, each once."""
+        around = self._with_outer(group)
+        return [each for each in self._groups if each in around or each in self._fed]
 
     def _resharded(self, group: GroupSettings) -> int:
         return max(group.unsharded_bytes - group.kept_bytes, 0)
@@ -193,14 +201,23 @@ class _Buffers:
     def _in_backward(self, group: GroupSettings) -> int:
         return self._resharded(group) + group.computed_bytes
 
-    def _gathered(self, count: int) -> int:
-        """Return the bytes of gathers that follow each other; one group may be gathered each time that it computes."""
-        groups = [group.unsharded_bytes for group in self._groups for _ in range(self._calls)]
-        return sum(nlargest(count, groups))
+    def _gathered(self, count: int, *, backward: bool = False) -> int:
+        """Return the bytes of gathers that follow each other; one group may be gathered each time that it computes.
+
+        In backward those are not gathered that have stayed unsharded.
+        """
+        gathered = [group for group in self._groups if not backward or self._resharded(group)]
+        return sum(nlargest(count, [group.unsharded_bytes for group in gathered for _ in range(self._calls)]))
 
     def _with_outer(self, group: GroupSettings) -> list[GroupSettings]:
         """Return a group and those around it."""
         return [each for each in self._groups if each is group or _is_around(each.modules, group.modules)]
+
+
+def _reducing(groups: Sequence[GroupSettings]) -> int:
+    """Return the bytes that groups need to reduce gradients one after the other: two inputs and one output."""
+    inputs = nlargest(2, (group.reduced_bytes for group in groups))
+    return sum(inputs) + max((group.reduced_bytes // group.ranks for group in groups), default=0)
 
 
 def _is_around(outer: Sequence[str], inner: Iterable[str]) -> bool:

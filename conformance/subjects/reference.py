@@ -6,8 +6,8 @@ model's own error, and `laws` allow a parallel run a stated multiple of it.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,12 +105,19 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 def train(
-    subject: Subject, workload: Workload, *, dtype: torch.dtype, order: int, max_norm: float | None
+    subject: Subject,
+    workload: Workload,
+    *,
+    dtype: torch.dtype,
+    order: int,
+    max_norm: float | None,
+    in_bf16: "InBf16 | None" = None,
 ) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
     In other orders an optimizer that multiplies matrices in 16 bits does so in two parts, see `split_products`.
-    Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
+    Without `max_norm` the limit of clipping is half of the first norm, see `half_of`. With `in_bf16` the model computes
+    in bf16, and the weights that the optimizer updates stay in `dtype`.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
     turns = turns_of(subject)
@@ -125,7 +132,7 @@ def train(
     for step in range(len(workload.accumulation)):
         batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=step)]
         turn, optimizer = turns[step % len(turns)], optimizers[step % len(turns)]
-        run.losses.append(_accumulate(turn.subject, model, batches, order=order))
+        run.losses.append(_accumulate(turn.subject, model, batches, order=order, in_bf16=in_bf16))
         run.by_products.append(_by_products(model, turn))
         gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         run.gradients.append(gradients)
@@ -155,18 +162,32 @@ def half_of(norm: float) -> float:
     return norm / 2
 
 
-def _accumulate(subject: Subject, model: nn.Module, batches: Sequence[Batch], *, order: int) -> float:
+def _accumulate(
+    subject: Subject, model: nn.Module, batches: Sequence[Batch], *, order: int, in_bf16: "InBf16 | None" = None
+) -> float:
     """Add up the gradients of the mean loss of micro-batches, in the order with a number; returns the loss."""
     total = sum(subject.count(batch) for batch in batches)
     if not total:
         raise SubjectMistake("count() is 0 for all batches of a step: nothing counts")
     loss_sum = 0.0
     for batch in _reordered(batches, order):
-        loss = subject.loss(model, batch)
+        computing = in_bf16.computing(model) if in_bf16 else model
+        with in_bf16.forward(model) if in_bf16 else nullcontext():
+            loss = subject.loss(computing, batch)
         _require_loss(loss)
         torch.autograd.backward(loss / total)
+        if computing is not model:
+            _add_gradients(model, computing)
         loss_sum += float(loss.detach())
     return loss_sum / total
+
+
+def _add_gradients(masters: nn.Module, computed: nn.Module) -> None:
+    """Add the gradients of a model in bf16 to those of its masters."""
+    for master, parameter in zip(masters.parameters(), computed.parameters(), strict=True):
+        if parameter.grad is not None:
+            gradient = parameter.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad + gradient
 
 
 def _require_loss(loss: object) -> None:
@@ -244,47 +265,98 @@ def _is_double(measured: Tensor, single: Tensor) -> bool:
     return float((measured - 2 * single).norm()) <= _ROUNDING * float(2 * single.norm())
 
 
-def bf16_gradients(
-    subject: Subject, workload: Workload, kind: Literal["cast", "autocast"]
-) -> tuple[Tensors, list[str]]:
-    """Return the gradients of the first step, computed in bf16, and the dtypes of matrix products in forward.
+class InBf16:
+    """Way in which one process computes in bf16, with the dtypes of its matrix products in forward.
 
-    `cast`: parameters and the model's inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it.
-    `autocast`: torch decides for each operation. Raises what the model raises, with `cast` of one that computes with
-    inputs of its own in fp32.
+    `cast`: parameters and the model's inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it; a
+    model that computes with inputs of its own in fp32 raises. `autocast`: torch decides for each operation.
     """
-    audit, tap = _matmul_audit()
-    masters = initial_model(subject, tied=workload.tied)
-    sums = {name: torch.zeros_like(p) for name, p in masters.named_parameters() if p.requires_grad}
-    batches = all_micro_batches(subject, workload, step=0)
-    total = sum(subject.count(batch) for batch in batches)
-    for batch in batches:
-        model = parameters_in_bf16(masters) if kind == "cast" else masters
-        audit.phase("forward", step=0)
-        with tap, torch.autocast(device_type(model), torch.bfloat16, enabled=kind == "autocast"):
-            loss = subject.loss(model, batch)
-        audit.phase("backward", step=0)
-        torch.autograd.backward(loss / total)
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                sums[name] += parameter.grad
-        model.zero_grad()
-    return sums, audit.facts().get(MATMULS_IN_FORWARD, [])
+
+    def __init__(self, kind: Literal["cast", "autocast"], kept: Sequence[str] = ()) -> None:
+        """`kept` are names of parameters that stay in fp32, see `kept_in_fp32`."""
+        self._kind, self._kept = kind, kept
+        self._audit = DtypeAudit()
+        self._tap = DispatchTap([self._audit.listen])
+
+    @property
+    def matmul_dtypes(self) -> list[str]:
+        """Dtypes of the operands of all products so far, without those of layers that are kept in fp32."""
+        return self._audit.facts().get(MATMULS_IN_FORWARD, [])
+
+    def computing(self, masters: nn.Module) -> nn.Module:
+        """Return the model that computes a micro-batch."""
+        if self._kind == "autocast":
+            return masters
+        model = parameters_in_bf16(masters, self._kept)
+        self._audit.tell_apart(dict.fromkeys(owners(model, self._kept), True))
+        return model
+
+    @contextmanager
+    def forward(self, masters: nn.Module) -> Iterator[None]:
+        """Open the context of a forward pass."""
+        self._audit.phase("forward", step=0)
+        with self._tap, torch.autocast(device_type(masters), torch.bfloat16, enabled=self._kind == "autocast"):
+            yield
+        self._audit.phase("backward", step=0)
 
 
-def _matmul_audit() -> tuple[DtypeAudit, DispatchTap]:
-    audit = DtypeAudit()
-    return audit, DispatchTap([audit.listen])
+def kept_in_fp32(subject: Subject, workload: Workload) -> list[str]:
+    """Return the parameters that the model's code needs in fp32 when all others are in bf16.
+
+    They are those of layers whose inputs the code casts to fp32, as of the router of a mixture of experts: they refuse
+    weights in bf16. Empty if the model computes in bf16, or refuses that for another reason.
+    """
+    masters, batch = initial_model(subject, tied=workload.tied), all_micro_batches(subject, workload, step=0)[0]
+    kept: list[str] = []
+    while True:
+        model = parameters_in_bf16(masters, kept)
+        calling = _modules_that_raise(subject, model, batch)
+        if calling is None:
+            return kept
+        own = {id(parameter) for module in calling[-1:] for parameter in module.parameters(recurse=False)}
+        more = [name for name, parameter in model.named_parameters() if id(parameter) in own and name not in kept]
+        if not more:
+            return []
+        kept += more
 
 
-def parameters_in_bf16(model: nn.Module) -> nn.Module:
+def _modules_that_raise(subject: Subject, model: nn.Module, batch: Batch) -> list[nn.Module] | None:
+    """Return the modules, the innermost last, in whose forward a model refuses to compute; None if it computes."""
+    calling: list[nn.Module] = []
+
+    def enter(module: nn.Module, _inputs: Any) -> None:
+        calling.append(module)
+
+    def leave(*_unused: Any) -> None:
+        calling.pop()
+
+    for module in model.modules():
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+    try:
+        with torch.no_grad():
+            subject.loss(model, batch)
+    except REFUSALS:
+        return calling
+    return None
+
+
+def owners(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Return the modules that have some parameters, by their names in the model, themselves."""
+    chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+    return [module for module in model.modules() if any(id(p) in chosen for p in module.parameters(recurse=False))]
+
+
+def parameters_in_bf16(model: nn.Module, kept: Collection[str] = ()) -> nn.Module:
     """Return a copy of a model with its parameters in bf16, and its buffers as they are; it casts its inputs as FSDP2.
 
+    Parameters with the names in `kept` stay as they are. The copy has no gradients.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (`MixedPrecisionPolicy.cast_forward_inputs`)
     """
     model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        parameter.data = parameter.data if name in kept else parameter.data.to(torch.bfloat16)
     model.register_forward_pre_hook(_inputs_in_bf16, with_kwargs=True)
     return model
 

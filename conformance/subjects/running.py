@@ -175,6 +175,7 @@ class SubjectRuns:
             names=reference.facts.parameters,
             aliases=reference.facts.aliases,
             weights=str(reference.directory / WEIGHTS_FILE),
+            kept_in_fp32=reference.facts.kept_in_fp32,
             directory="",
             defect=self.store.defect,
             schedule=schedule,

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
-from conformance.judge.judge import judge
+from conformance.judge.judge import Judged, judge
 from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
@@ -77,11 +77,13 @@ def faults_seen(
     """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
     A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
-    that hung no fault is tried, and none all of whose laws are unsupported.
+    that hung no fault is tried, and none all of whose laws are unsupported, or speak of no cell of the mesh.
     """
     passed = [result for result in results if result.verdict == Verdict.PASS]
     substrates = {result.substrate for result in passed}
     told = {result.law for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)}
+    ran = [cell_from_id(cell).facts() for cell in {result.cell for result in passed}]
+    told |= {law for law, asserted in asserted_laws().items() if any(map(asserted.law.scope.gap, ran))}
     takes_turns = SubjectRuns(store).description().turns > 1
     faults = [
         defect
@@ -93,14 +95,14 @@ def faults_seen(
     ]
     for mesh in (cell.mesh for cell in FAULT_CELLS):
         for fault in faults:
-            cell = _shown_on(fault, mesh, passed)
+            cell = _shown_on(fault, mesh, passed) if _is_about(fault, mesh) else None
             if cell is None:
                 continue
             holding = [result.law for result in passed if result.cell == cell.id]
             failing = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.FAIL]
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
-            laws = [asserted for law, asserted in asserted_laws().items() if law in holding]
-            judged = [judge(Case(a.law.id, cell, trainer), a.law, a.test, faulty, machine=machine) for a in laws]
+            holding += _holding_in_gaps(fault, cell, results, store, trainer, machine)
+            judged = _judged(holding, cell, faulty, trainer, machine)
             seen = [
                 entry.case.law
                 for entry in judged
@@ -117,6 +119,30 @@ def faults_seen(
             )
             if any(entry.verdict == Verdict.TIMEOUT for entry in judged):
                 return
+
+
+def _judged(laws: Sequence[str], cell: Cell, store: RecordStore, trainer: str, machine: Machine) -> list[Judged]:
+    chosen = [asserted for law, asserted in asserted_laws().items() if law in laws]
+    return [judge(Case(each.law.id, cell, trainer), each.law, each.test, store, machine=machine) for each in chosen]
+
+
+def _holding_in_gaps(
+    fault: Defect, cell: Cell, results: Sequence[CaseResult], store: RecordStore, trainer: str, machine: Machine
+) -> list[str]:
+    """Return the laws that must see a fault and hold on a cell that they leave out, because another cell shows as much.
+
+    They are judged there only if the session has judged none of the fault's laws on the cell's mesh.
+    """
+    if any(result.law in fault.laws and cell_from_id(result.cell).mesh == cell.mesh for result in results):
+        return []
+    left_out = [law for law in fault.laws if asserted_laws()[law].law.scope.gap(cell.facts())]
+    return [each.case.law for each in _judged(left_out, cell, store, trainer, machine) if each.verdict == Verdict.PASS]
+
+
+def _is_about(fault: Defect, mesh: str) -> bool:
+    """Return whether some law that must see a fault speaks of a cell of a mesh, as those of tensor parallelism may."""
+    scopes = [asserted_laws()[law].law.scope for law in fault.laws]
+    return any(scope.where.holds(cell.facts()) for scope in scopes for cell in TRAINER_CELLS if cell.mesh == mesh)
 
 
 def _shown_on(fault: Defect, mesh: str, passed: Sequence[CaseResult]) -> Cell | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from conformance.subjects.expectation import write_expected_steps
 from conformance.subjects.facts import (
     DescribeJob,
     Description,
+    OwnErrors,
     ReferenceFacts,
     ReferenceJob,
     StepsJob,
@@ -140,7 +141,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     ]
     _write(Path(job.directory), exact, runs[0])
     in_bf16 = _trains_in_bf16(subject)
-    bf16, matmuls = _bf16(turns[0], job.workload, exact) if in_bf16 else (None, [])
+    bf16 = _bf16(subject, job.workload, exact, max_norm) if in_bf16 else _Bf16()
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -165,8 +166,11 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         norm_error=max(_relative(run.norms, exact.norms) for run in runs),
         gradients=gradients,
         updates=updates,
-        bf16_gradients=bf16,
-        bf16_matmul_dtypes=matmuls,
+        bf16_gradients=bf16.gradients,
+        bf16_updates=bf16.updates,
+        bf16_loss_error=bf16.loss_error,
+        bf16_matmul_dtypes=bf16.matmul_dtypes,
+        kept_in_fp32=bf16.kept,
         activations=activation_memory(subject, job.workload, device, precision="fp32"),
         bf16_activations=activation_memory(subject, job.workload, device, precision="bf16") if in_bf16 else [],
         varies=_varies(subject, job.workload),
@@ -236,6 +240,8 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             writers=writers,
             accelerator=accelerator,
             saved=SavedTensors() if "tp" in job.cell.shape else None,
+            is_tensor_parallel="tp" in job.cell.shape,
+            kept_in_fp32=job.kept_in_fp32,
         )
         with recorder.listening():
             if not isinstance(run, SelfShardingRun):
@@ -411,14 +417,33 @@ def _trains_in_bf16(subject: Subject) -> bool:
     return any(cell.precision == "bf16" and subject.unsupported(cell) is None for cell in cells)
 
 
-def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:
-    autocast, matmuls = reference.bf16_gradients(subject, workload, "autocast")
-    runs = [autocast]
+class _Bf16(NamedTuple):
+    """Results of training in bf16 in one process; empty where nothing computes in bf16."""
+
+    gradients: OwnErrors | None = None
+    updates: list[OwnErrors] = []  # noqa: RUF012 - never changed
+    loss_error: float = 0.0
+    matmul_dtypes: list[str] = []  # noqa: RUF012
+    kept: list[str] = []  # noqa: RUF012
+
+
+def _bf16(subject: Subject, workload: Workload, exact: Trajectory, max_norm: float) -> _Bf16:
+    """Return the own errors of training in bf16 by autocast, and with cast parameters if the model can be cast."""
+    kept = reference.kept_in_fp32(turns_of(subject)[0].subject, workload)
+    way = reference.InBf16("autocast")
+    train_in = partial(train, subject, workload, dtype=torch.float32, order=0, max_norm=max_norm)
+    runs = [train_in(in_bf16=way)]
     with suppress(*reference.REFUSALS):
-        cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
-        runs.append(cast)
-    runs = [{name: run[name] for name in exact.gradients[0]} for run in runs]
-    return own_errors(runs, exact.gradients[0], None), matmuls
+        cast = reference.InBf16("cast", kept)
+        runs.append(train_in(in_bf16=cast))
+        way = cast
+    updates = [
+        own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial)
+        for step in range(len(exact.parameters))
+    ]
+    first = [{name: run.gradients[0][name] for name in exact.gradients[0]} for run in runs]
+    loss_error = max(_relative(run.losses, exact.losses) for run in runs)
+    return _Bf16(own_errors(first, exact.gradients[0], None), updates, loss_error, way.matmul_dtypes, kept)
 
 
 def _write(directory: Path, exact: Trajectory, single: Trajectory) -> None:

@@ -130,6 +130,23 @@ declared = declare(
 
 right = declared(shard)
 without_fp64 = declare(model=OnlyFp32)(shard)
+only_in_bf16 = declare(precisions=["bf16"])(shard)
+
+
+class SkippingOnOneRank(torch.optim.SGD):
+    """Optimizer that leaves out its second step on the second rank."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        if self.taken != 2 or not dist.is_initialized() or dist.get_rank() != 1:
+            super().step()
+
+
+optimizer_skips_a_rank = declare(
+    optimizer=lambda parameters: SkippingOnOneRank(parameters, lr=0.1), precisions=["bf16"]
+)(shard)
 
 
 @declare(mesh_names={"dp_shard": "fsdp"})
@@ -206,13 +223,58 @@ def layer_kept_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> 
     return model  # type: ignore[no-any-return]
 
 
-@in_both
-def layer_without_policy(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+class Routed(Model):
+    """Model of which each sample is scaled by a router that computes in fp32, as its code says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.router(x.float()).sigmoid()  # type: ignore[no-any-return]
+
+
+class Following(Routed):
+    """Model whose router takes the dtype of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Model.forward(self, x) * self.router(x.to(self.router.weight.dtype)).sigmoid()  # type: ignore[no-any-return]
+
+
+@declare(model=Routed, precisions=["fp32", "bf16"])
+def router_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.router, mesh=mesh)
+    return shard(model, mesh, config)
+
+
+@declare(model=Following, precisions=["fp32", "bf16"])
+def ignored_router(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    for parameter in model.router.parameters():
+        parameter.register_post_accumulate_grad_hook(_average)
+    return shard(model, mesh, config, ignored_params={*model.router.parameters()})
+
+
+def _average(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+
+@declare(model=Routed, precisions=["fp32", "bf16"])
+def layer_without_policy_beside_a_router(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.router, mesh=mesh)
+    return without_policy(model, mesh, config)
+
+
+def without_policy(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     model.down.register_forward_pre_hook(lambda module, inputs: inputs[0].to(module.weight.dtype))
     fully_shard(model.down, mesh=mesh)
     fully_shard(model.up, mesh=mesh, mp_policy=config.mixed_precision)
     fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
     return model  # type: ignore[no-any-return]
+
+
+layer_without_policy = in_both(without_policy)
 
 
 @in_both

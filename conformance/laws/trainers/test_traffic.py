@@ -1,16 +1,20 @@
 """Laws of any trainer about collectives: the least and the most that its groups of ranks must issue.
 
 Sizes come from the layouts of parameters, not from a configuration: FSDP2 gathers and reduces each shard padded to the
-largest of its group (`foreach_all_gather` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard). What tensor
-parallelism communicates depends on the model, and is not judged.
+largest of its group (`foreach_all_gather` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard). How much tensor
+parallelism communicates depends on the model. Judged is what it could have done without, whatever the model.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from typing import get_args
 
 from conformance.assertions import compare
+from conformance.instruments.collective_use import Waste
 from conformance.instruments.facts import Collective
 from conformance.judge.law import law
+from conformance.outcomes import Unsupported
 from conformance.subjects.evidence import (
     ALL_REDUCE,
     GATHER,
@@ -20,6 +24,7 @@ from conformance.subjects.evidence import (
     fsdp_collectives,
     fsdp_groups,
     gathers_between_steps,
+    members,
     replica_groups,
     shard_group_names,
 )
@@ -123,6 +128,50 @@ def test_ranks_issue_the_same_collectives(evidence: Evidence) -> None:
             wrong = len(differing) + abs(len(expected) - len(issued))
             detail = f"over {group}: rank {first_rank} and rank {rank} issue {differing[:1] or 'other numbers'}"
             compare.count(wrong, name="different collectives", expected=0, detail=detail, unit="collectives")
+
+
+@law(
+    "no-needless-collectives",
+    of="any trainer",
+    like="TP-1",
+    where="tp > 1",
+    reference="https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html",
+)
+def test_nothing_is_sent_that_ranks_have(evidence: Evidence) -> None:
+    """Ranks that see the same data, as those of tensor parallelism, MUST NOT gather elements that all of them have: a
+    tensor whose gathered form is there unchanged, or a piece of a gathered or reduced result. Each MUST NOT read its
+    own share alone of what it gathers (it had that before), or of what it reduces (a reduce-scatter has that).
+
+    Wrong if projections of one input gather it one by one, or a layout goes back and forth between two modules.
+
+    Leaving such a collective out needs neither more memory nor more work, whatever the model. A tensor that is
+    gathered again after its result was freed is a choice, as in backward, and so is a weight that is gathered whole:
+    for few weights and many tokens that sends less. Only what all ranks could leave out counts. Statistics, of fewer
+    than two dimensions, may be read in any way.
+    """
+    ranks = evidence.record.ranks
+    if any(facts.is_compiled for facts in ranks):
+        raise Unsupported("compiled graphs read the results of collectives unseen")
+    by_waste: dict[str, list[str]] = {waste: [] for waste in get_args(Waste)}
+    seen = Counter(place for facts in ranks for place in _needless(facts))
+    for (group, number, waste), times in sorted(seen.items()):
+        sharing = members(group, evidence.record.world_size)
+        if times == len(sharing) and len({ranks[rank].data_rank for rank in sharing}) == 1:
+            issued = [each for each in ranks[sharing[0]].collectives if each.group == group]
+            by_waste[waste].append(f"{_spelled(issued[number])} over {group}")
+    counts = {waste: len(found) for waste, found in by_waste.items()}
+    details = {waste: "; ".join(found[:3]) for waste, found in by_waste.items()}
+    compare.none(counts, details=details, unit="collectives")
+
+
+def _needless(facts: SubjectFacts) -> set[tuple[str, int, Waste]]:
+    """Return the needless collectives of a rank by their group, and their position among those of the group."""
+    found = set()
+    for each in facts.needless:
+        group = facts.collectives[each.number].group
+        number = sum(entry.group == group for entry in facts.collectives[: each.number])
+        found.add((group, number, each.waste))
+    return found
 
 
 @law("clipping-reduces-norms", of="any trainer", like="CLIP-5", where="world > 1", reference=FULLY_SHARD)

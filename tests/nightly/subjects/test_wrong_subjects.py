@@ -30,6 +30,7 @@ from tests.support import sample_reports
 
 BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 DP2, HSDP, TP = FAULT_CELLS
+TRAFFIC = "tests.support.subjects_with_traffic"
 LAWS = {
     law_id: asserted
     for law_id, asserted in asserted_laws().items()
@@ -102,7 +103,10 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
     assert trainer.is_conformant(), trainer.reasons()
     unsupported = {entry.case.cell for entry in trainer.judged if entry.verdict == Verdict.UNSUPPORTED}
     assert unsupported == {cell for cell in TRAINER_CELLS if cell.mesh == "dp2-tp2"}
-    assert {entry.case.law for entry in trainer.judged if entry.verdict == Verdict.PASS} == LAWS.keys()
+    others = [cell for cell in TRAINER_CELLS if cell.mesh != TP.mesh]
+    on_sharing_ranks = {law for law, each in LAWS.items() if not any(map(each.law.scope.holds, others))}
+    passed = {entry.case.law for entry in trainer.judged if entry.verdict == Verdict.PASS}
+    assert passed == LAWS.keys() - on_sharing_ranks
     faults = trainer.faults()
     assert [(seen.cell, seen.fault) for seen in faults] == [(c.id, fault) for c in (DP2, HSDP) for fault in ALL_FAULTS]
     assert all(seen.laws for seen in faults), faults
@@ -110,7 +114,7 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
 
 @pytest.mark.parametrize("options", ["full-tied", "meta", "meta-tied", "full-acc2-uneven", "full-from.same"])
 def test_faults_are_seen_on_the_first_cell_that_can_show_them(pools: Pools, tmp_path: Path, options: str) -> None:
-    """No other cell has been run; in bf16, where no law is about parameters, two faults are not seen."""
+    """No other cell has been run."""
     cell = BY_ID[f"dp2-fp32-default-{options}"]
     faults = judged_trainer(pools, tmp_path, "right", BY_ID["dp2-bf16mp-default-full"], cell).faults()
     assert [seen.fault for seen in faults] == [*ALL_FAULTS]
@@ -126,6 +130,15 @@ def test_the_reference_trainer_conforms_by_the_laws_of_any_trainer(pools: Pools,
     assert all(seen.laws for seen in faults), faults
 
 
+def test_faults_are_seen_by_a_function_in_bf16_alone(pools: Pools, tmp_path: Path) -> None:
+    cell = BY_ID["dp2-bf16mp-default-full"]
+    trainer = judged_trainer(pools, tmp_path, "only_in_bf16", cell)
+    assert trainer.is_conformant(), trainer.reasons()
+    faults = trainer.faults()
+    assert [(seen.cell, seen.fault) for seen in faults] == [(cell.id, fault) for fault in ALL_FAULTS]
+    assert all(seen.laws for seen in faults), faults
+
+
 SEEN_BY = [
     ("plain_ddp", "dp2-fp32-default-full", "fsdp-is-on"),
     ("gradients_not_divided", "dp2-fp32-default-full", "gradients"),
@@ -138,6 +151,10 @@ SEEN_BY = [
     ("optimizer_first", "dp2-fp32-default-full", "every-update"),
     ("precision_forgotten", "dp2-bf16mp-default-full", "bf16-is-used"),
     ("layer_without_policy", "dp2-bf16mp-default-full", "bf16-is-used"),
+    ("layer_without_policy_beside_a_router", "dp2-bf16mp-default-full", "bf16-is-used"),
+    ("optimizer_skips_a_rank", "dp2-bf16mp-default-full", "bf16-parameters"),
+    (f"{TRAFFIC}:gathered_one_by_one", TP.id, "no-needless-collectives"),
+    (f"{TRAFFIC}:no_such_module", TP.id, "tensor-parallelism-is-on"),
     ("masters_in_bf16", "dp2-bf16mp-default-full", "fp32-masters"),
     ("other_weights_on_each_rank", "dp2-fp32-default-full", "initial-weights"),
     ("not_replicated", "hsdp2x2-fp32-default-full", "replicas"),
@@ -214,6 +231,8 @@ def test_a_mistake_is_one_crash_of_a_cell_with_one_line(
         ("switched_off_and_on", ["dp2-fp32-default-full-acc2"]),
         ("reduced_by_the_loss", ["dp2-fp32-default-full-acc2"]),
         ("layer_kept_in_fp32", ["dp2-bf16mp-default-full"]),
+        ("router_in_fp32", ["dp2-bf16mp-default-full"]),
+        ("ignored_router", ["dp2-bf16mp-default-full"]),
     ],
 )
 def test_unusual_and_right_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:

@@ -119,6 +119,7 @@ def compute_on_both() -> None:
         torch.testing.assert_close(theirs.losses, mine.losses)
     reference.require_proportional(there, workload, dtype=torch.float64)
     assert require_sum(there, workload, dtype=torch.float64) == []
-    gradients, dtypes = reference.bf16_gradients(there, workload, "cast")
-    assert dtypes == ["bfloat16"]
-    assert {gradient.device.type for gradient in gradients.values()} == {simulated.NAME}
+    way = reference.InBf16("cast", reference.kept_in_fp32(there, workload))
+    run = reference.train(there, workload, dtype=torch.float32, order=0, max_norm=None, in_bf16=way)
+    assert way.matmul_dtypes == ["bfloat16"]
+    assert {gradient.device.type for gradient in run.gradients[0].values()} == {simulated.NAME}
