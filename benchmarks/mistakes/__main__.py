@@ -153,9 +153,9 @@ def row_of(name: str, mistake: Mistake, trainer: Subject, directory: Path) -> Ro
     )
 
 
-def row_of_correct(name: str, trainer: Subject, directory: Path) -> Row:
-    """Judge a trainer without a mistake on all cells, faults included."""
-    session = judged(f"{trainer.file}:{trainer.name}", directory)
+def row_of_correct(name: str, trainer: Subject, directory: Path, *options: str) -> Row:
+    """Judge a trainer without a mistake on all cells, faults included unless an option leaves them out."""
+    session = judged(f"{trainer.file}:{trainer.name}", directory, *options)
     return Row(
         name=name,
         is_caught=session.status != _CONFORMANT,
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("id", nargs="*", help="only these, again")
     parser.add_argument("--set", type=Path, default=FOLDER, help="folder of the set", metavar="FOLDER")
     parser.add_argument("--write", metavar="RUN", help="also write docs/mistakes.md")
+    parser.add_argument("--no-faults", action="store_true", help="put no faults into trainers without a mistake")
     options = parser.parse_args()
     chosen = MistakeSet(options.set)
     known, trainers = chosen.mistakes, chosen.subjects
@@ -244,7 +245,7 @@ def main() -> None:
         if name in known:
             row = row_of(name, known[name], trainers[known[name].trainer], directory)
         else:
-            row = row_of_correct(name, trainers[name], directory)
+            row = row_of_correct(name, trainers[name], directory, *(["--no-faults"] if options.no_faults else []))
         (directory / "row.json").write_bytes(msgspec.json.encode(row))
         print(
             f"{'right' if row.is_right else 'WRONG'} {name}: {row.outcome} {row.first_law}: {row.text[:300]}",

@@ -1,1 +1,1 @@
-"""Third set: six trainers without a mistake, written before the suite was mended by the second set."""
+"""Third set: six trainers without a mistake, written together with the second set."""

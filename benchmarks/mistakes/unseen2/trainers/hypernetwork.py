@@ -20,7 +20,7 @@ Tasks = dict[str, Any]
 
 
 class Answers(nn.Module):
-    """Network without parameters of its own, whose weights are made elsewhere."""
+    """Network without parameters, whose weights are made elsewhere."""
 
     def forward(self, weights: Mapping[str, Tensor], questions: Tensor) -> Tensor:
         """Return answers (tasks, questions, OUTPUTS) by weights whose first dimension is tasks."""

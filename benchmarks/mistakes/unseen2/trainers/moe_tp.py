@@ -20,7 +20,7 @@ VOCAB, DIM, HIDDEN, EXPERTS, CHOSEN, TOKENS = 35, 16, 12, 4, 2, 8
 
 
 class Replicated(ParallelStyle):
-    """Module that all tensor-parallel ranks compute alike."""
+    """Module whose computation is the same on all tensor-parallel ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 
 class T5(nn.Module):
-    """Encoder and decoder with one embedding, a bias for each stack, and a head of its own."""
+    """Encoder and decoder with one embedding, a bias for each stack, and a head that is not tied."""
 
     def __init__(self) -> None:
         super().__init__()

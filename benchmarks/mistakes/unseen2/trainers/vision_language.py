@@ -122,7 +122,7 @@ def text_loss(model: nn.Module, batch: Samples) -> Tensor:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return AdamW of what is trained."""
+    """Return AdamW of the trained parameters."""
     return AdamW([p for p in parameters if p.requires_grad], lr=3e-3, weight_decay=0.0)
 
 

@@ -90,7 +90,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     precisions=["fp32", "bf16"],
 )
 def parallelize(model: VectorQuantizedAutoencoder, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    """Shard the three modules; the root has no parameter of its own."""
+    """Shard the three modules, which have all parameters."""
     for module in (model.encoder, model.quantizer, model.decoder):
         fully_shard(module, mesh=mesh, mp_policy=config.mixed_precision)
     fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)

@@ -1,4 +1,4 @@
-"""Joint embedding (I-JEPA): a predictor tells what a frozen target encoder sees of hidden patches.
+"""Joint embedding (I-JEPA): a predictor tells the features that a frozen target encoder gives hidden patches.
 
     conformance judge joint_embedding.py:train
 

@@ -95,7 +95,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
     precisions=["fp32", "bf16"],
 )
 def train(config: LoopConfig) -> Iterator[dict[str, Any]]:
-    """Train what is not frozen."""
+    """Train the layers that are not frozen."""
     model = cast("Reward", config.model())
     options: dict[str, Any] = {"mesh": config.device_mesh(), "mp_policy": config.mixed_precision}
     fully_shard([model.embedding, *model.layers[:FROZEN]], **options)
