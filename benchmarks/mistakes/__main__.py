@@ -2,8 +2,8 @@
 
 Each mistake of the set is put into its trainer, which `conformance judge` judges as its owner would; the first cause in
 report.json is compared with the one that was written down before. Afterwards the trainers are judged without mistakes.
-OUT keeps reports and rows, so that an interrupted run goes on. `--write` needs all rows: it keeps them in the set as
-those of a run, which runs.yaml describes, and writes the set's block of docs/mistakes.md with all its runs.
+OUT keeps reports and rows, so that an interrupted run goes on. `--write` keeps the rows of OUT in the set as those of a
+run, which runs.yaml describes, and writes the set's block of docs/mistakes.md with all its runs.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,8 +168,12 @@ def row_of_correct(name: str, trainer: Subject, directory: Path, *options: str) 
     )
 
 
-def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake]) -> str:
-    """Return the section of a run: mistakes with the first cause that is named, and trainers without mistakes."""
+def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake], *, size: int) -> str:
+    """Return the section of a run: mistakes with the first cause that is named, and trainers without mistakes.
+
+    `size` is the number of rows of the set, of which those that the run lacks are told.
+    """
+    missing = size - len(rows.mistakes) - len(rows.correct)
     caught, right = (sum(getattr(row, field) for row in rows.mistakes) for field in ("is_caught", "is_right"))
     table = [
         [
@@ -190,7 +194,7 @@ def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake]) -> str:
     return "\n\n".join(
         [
             f"### {run.title}",
-            run.about,
+            run.about + (f" **{missing} of the {size} rows were not judged.**" if missing else ""),
             f"{caught} of {len(rows.mistakes)} mistakes are caught, {right} with the right first cause.",
             tabulate(table, headers=headers, tablefmt="github"),
             f"{sum(row.is_right for row in rows.correct)} of {len(rows.correct)} trainers without mistakes are "
@@ -212,7 +216,12 @@ def write(name: str, rows: Rows, chosen: MistakeSet) -> None:
     kept.mkdir(exist_ok=True)
     (kept / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
     sections = [
-        as_markdown(run, msgspec.json.decode((kept / f"{known}.json").read_bytes(), type=Rows), chosen.mistakes)
+        as_markdown(
+            run,
+            msgspec.json.decode((kept / f"{known}.json").read_bytes(), type=Rows),
+            chosen.mistakes,
+            size=len(chosen.mistakes) + len(chosen.subjects),
+        )
         for known, run in runs.items()
         if (kept / f"{known}.json").exists()
     ]
@@ -252,12 +261,14 @@ def main() -> None:
             flush=True,
         )
     if options.write:
-        rows = Rows(*([_kept(options.out, name) for name in names] for names in (known, trainers)))
+        rows = Rows(*(_kept(options.out, names) for names in (known, trainers)))
         write(options.write, rows, chosen)
 
 
-def _kept(out: Path, name: str) -> Row:
-    return msgspec.json.decode((out / name / "row.json").read_bytes(), type=Row)
+def _kept(out: Path, names: Iterable[str]) -> list[Row]:
+    """Return the rows of a directory, some of which may not be judged yet."""
+    files = [out / name / "row.json" for name in names]
+    return [msgspec.json.decode(file.read_bytes(), type=Row) for file in files if file.exists()]
 
 
 if __name__ == "__main__":
