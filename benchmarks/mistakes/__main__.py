@@ -2,8 +2,8 @@
 
 Each mistake of the set is put into its trainer, which `conformance judge` judges as its owner would; the first cause in
 report.json is compared with the one that was written down before. Afterwards the trainers are judged without mistakes.
-OUT keeps reports and rows, so that an interrupted run goes on. `--write` needs all rows: it keeps them in the set as
-those of a run, which runs.yaml describes, and writes the set's block of docs/mistakes.md with all its runs.
+OUT keeps reports and rows, so that an interrupted run goes on. `--write` keeps the rows of OUT in the set as those of a
+run, which runs.yaml describes, and writes the set's block of docs/mistakes.md with all its runs.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,9 +153,9 @@ def row_of(name: str, mistake: Mistake, trainer: Subject, directory: Path) -> Ro
     )
 
 
-def row_of_correct(name: str, trainer: Subject, directory: Path) -> Row:
-    """Judge a trainer without a mistake on all cells, faults included."""
-    session = judged(f"{trainer.file}:{trainer.name}", directory)
+def row_of_correct(name: str, trainer: Subject, directory: Path, *options: str) -> Row:
+    """Judge a trainer without a mistake on all cells, faults included unless an option leaves them out."""
+    session = judged(f"{trainer.file}:{trainer.name}", directory, *options)
     return Row(
         name=name,
         is_caught=session.status != _CONFORMANT,
@@ -168,8 +168,12 @@ def row_of_correct(name: str, trainer: Subject, directory: Path) -> Row:
     )
 
 
-def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake]) -> str:
-    """Return the section of a run: mistakes with the first cause that is named, and trainers without mistakes."""
+def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake], *, size: int) -> str:
+    """Return the section of a run: mistakes with the first cause that is named, and trainers without mistakes.
+
+    `size` is the number of rows of the set, of which those that the run lacks are told.
+    """
+    missing = size - len(rows.mistakes) - len(rows.correct)
     caught, right = (sum(getattr(row, field) for row in rows.mistakes) for field in ("is_caught", "is_right"))
     table = [
         [
@@ -190,7 +194,7 @@ def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake]) -> str:
     return "\n\n".join(
         [
             f"### {run.title}",
-            run.about,
+            run.about + (f" **{missing} of the {size} rows were not judged.**" if missing else ""),
             f"{caught} of {len(rows.mistakes)} mistakes are caught, {right} with the right first cause.",
             tabulate(table, headers=headers, tablefmt="github"),
             f"{sum(row.is_right for row in rows.correct)} of {len(rows.correct)} trainers without mistakes are "
@@ -212,7 +216,12 @@ def write(name: str, rows: Rows, chosen: MistakeSet) -> None:
     kept.mkdir(exist_ok=True)
     (kept / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
     sections = [
-        as_markdown(run, msgspec.json.decode((kept / f"{known}.json").read_bytes(), type=Rows), chosen.mistakes)
+        as_markdown(
+            run,
+            msgspec.json.decode((kept / f"{known}.json").read_bytes(), type=Rows),
+            chosen.mistakes,
+            size=len(chosen.mistakes) + len(chosen.subjects),
+        )
         for known, run in runs.items()
         if (kept / f"{known}.json").exists()
     ]
@@ -231,6 +240,7 @@ def main() -> None:
     parser.add_argument("id", nargs="*", help="only these, again")
     parser.add_argument("--set", type=Path, default=FOLDER, help="folder of the set", metavar="FOLDER")
     parser.add_argument("--write", metavar="RUN", help="also write docs/mistakes.md")
+    parser.add_argument("--no-faults", action="store_true", help="put no faults into trainers without a mistake")
     options = parser.parse_args()
     chosen = MistakeSet(options.set)
     known, trainers = chosen.mistakes, chosen.subjects
@@ -244,19 +254,21 @@ def main() -> None:
         if name in known:
             row = row_of(name, known[name], trainers[known[name].trainer], directory)
         else:
-            row = row_of_correct(name, trainers[name], directory)
+            row = row_of_correct(name, trainers[name], directory, *(["--no-faults"] if options.no_faults else []))
         (directory / "row.json").write_bytes(msgspec.json.encode(row))
         print(
             f"{'right' if row.is_right else 'WRONG'} {name}: {row.outcome} {row.first_law}: {row.text[:300]}",
             flush=True,
         )
     if options.write:
-        rows = Rows(*([_kept(options.out, name) for name in names] for names in (known, trainers)))
+        rows = Rows(*(_kept(options.out, names) for names in (known, trainers)))
         write(options.write, rows, chosen)
 
 
-def _kept(out: Path, name: str) -> Row:
-    return msgspec.json.decode((out / name / "row.json").read_bytes(), type=Row)
+def _kept(out: Path, names: Iterable[str]) -> list[Row]:
+    """Return the rows of a directory, some of which may not be judged yet."""
+    files = [out / name / "row.json" for name in names]
+    return [msgspec.json.decode(file.read_bytes(), type=Row) for file in files if file.exists()]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run of another trainer with taps, and its oracles: the subject's own model and optimizer in one process."""
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -383,7 +384,7 @@ class SubjectRun(TappedRun):
         )
 
     def updates(self, step: int) -> Iterator[Update | Location]:
-        """Yield the tensors that the subject's optimizer leaves of plain tensors of the same shards."""
+        """Yield the tensors that the subject's optimizer leaves of full tensors, and of the shards of each rank."""
         errors = self._expectation.steps[step].updates
         kinds = {key.split("/", 1)[0] for key in errors} & {
             key.split("/")[1] for key in self.record.shards[0] if key.startswith(f"after{step}/")
@@ -395,18 +396,28 @@ class SubjectRun(TappedRun):
                 kind=kind,
                 before=f"step{step}/parameter/" if kind == "parameter" else f"{before}/{kind}/",
                 after=f"after{step}/{kind}/",
-                expected=[self._tensors(f"rank{rank}/step{step}/{kind}/") for rank in self.ranks.all],
+                expected=[
+                    shards_of(self.record, self._tensors(f"full/step{step}/{kind}/"), rank) for rank in self.ranks.all
+                ],
                 within={name: measured_bound(FP32_FACTOR, error, 0.0) for name, error in within.items()},
+                by_shard=[self._tensors(f"rank{rank}/step{step}/{kind}/") for rank in self.ranks.all],
             )
 
     @cached_property
     def _expected_in(self) -> Path:
         """Directory of the steps as one process computes them."""
         tensors = weights_by_step(self.record, self.evidence.reference.facts.aliases)
+        for prefix in self._optimizers_prefixes():
+            tensors |= {f"{prefix}{name}": tensor for name, tensor in assembled(self.record, prefix).items()}
         with tempfile.TemporaryDirectory() as directory:
             weights = Path(directory) / "weights.safetensors"
             write_tensors(weights, tensors)
             return self._runs.expected_steps(self._cell, weights=weights, record=self.record.directory)
+
+    def _optimizers_prefixes(self) -> list[str]:
+        """Return the prefixes of the keys of all tensors of ranks from which the optimizer's steps follow."""
+        prefixes = dict.fromkeys(f"{'/'.join(key.split('/')[:2])}/" for shards in self.record.shards for key in shards)
+        return [each for each in prefixes if re.match(r"(step\d+/(parameter|clipped)|(after\d+|resumed)/\w+)/", each)]
 
     @cached_property
     def _expectation(self) -> Expectation:

@@ -53,6 +53,8 @@ class Update:
     expected: Sequence[Shards]
     within: Mapping[str, Bound] | None = None
     """Relative deviation by tensor; None if no bit may differ."""
+    by_shard: Sequence[Shards] = ()
+    """Tensors that the optimizer makes of each rank's shards alone, by rank, where it may need full tensors."""
 
 
 class TappedRun(ABC):
@@ -318,13 +320,18 @@ class TappedRun(ABC):
         )
         if wrong is None:
             return None
-        old = self.shards(update.before, wrong.first.rank).get(wrong.first.name)
+        name, rank = wrong.first.name, wrong.first.rank
+        others = {"the value before the step": self.shards(update.before, rank).get(name)}
+        if update.by_shard:
+            others["the result for this rank's shard alone: this optimizer needs full tensors"] = update.by_shard[
+                rank
+            ].get(name)
         return self.wrong_state(
             wrong,
             "optimizer",
             "value after the step" if update.kind == "parameter" else f"optimizer state {update.kind}",
             step=step,
-            others={} if old is None else {"the value before the step": old},
+            others={told: tensor for told, tensor in others.items() if tensor is not None},
             agrees="its gradient and the state before the step agree",
             called=self.line(step, wrong.first.rank, "optimizer"),
         )

@@ -32,7 +32,7 @@ from conformance.subjects.turns import turn_of, turns_of
 
 FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
-"""Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, `rankR/stepN/KIND/NAME`.
+"""Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, see `_updates`.
 
 Parameters that a wrong weight decay leaves are `rankR/DECAY/stepN/parameter/NAME`, see `Decay`.
 """
@@ -84,7 +84,7 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
     directory, steps = Path(job.directory), range(len(job.cell.accumulation))
     weights = load_file(job.weights)
     tensors: dict[str, Tensor] = {}
-    updates, update_errors = _updates(subject, job)
+    updates, update_errors = _updates(subject, job, weights)
     facts = []
     for step in steps:
         masters = reference.initial_model(subject, tied=job.cell.tied)
@@ -250,21 +250,30 @@ def _perturbed(model: nn.Module, *, seed: int) -> nn.Module:
     return copy
 
 
-def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[int, dict[str, float]]]:
-    """Return the optimizer's results on the shards of each rank, and by step their errors by `KIND/NAME`."""
+def _updates(
+    subject: Subject, job: StepsJob, full: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[int, dict[str, float]]]:
+    """Return the optimizer's results on full tensors and on the shards of each rank, and by step their errors.
+
+    Results have the keys `full/stepN/KIND/NAME` and `rankR/stepN/KIND/NAME`, errors `KIND/NAME`. Both results are the
+    same for an optimizer that computes each element by itself, and differ for one that needs norms or products of full
+    tensors, as LAMB and Muon do.
+    """
     tensors: dict[str, Tensor] = {}
     errors: dict[int, dict[str, float]] = {}
-    for rank in range(job.cell.world_size):
-        shards = load_file(Path(job.record) / tensor_file(rank))
-        single = _plain_steps(subject, job.cell, shards, dtype=None)
+    held = {"full": full} | {
+        f"rank{rank}": load_file(Path(job.record) / tensor_file(rank)) for rank in range(job.cell.world_size)
+    }
+    for holder, begun in held.items():
+        single = _plain_steps(subject, job.cell, begun, dtype=None)
         exact: dict[str, Tensor] = {}
         with suppress(*reference.REFUSALS):
-            exact = _plain_steps(subject, job.cell, shards, dtype=torch.float64)
+            exact = _plain_steps(subject, job.cell, begun, dtype=torch.float64)
         for decay in get_args(Decay):
-            wrong = _plain_steps(subject, job.cell, shards, dtype=None, decay=decay)
-            tensors |= {f"rank{rank}/{decay}/{key}": each for key, each in wrong.items() if "/parameter/" in key}
+            wrong = _plain_steps(subject, job.cell, begun, dtype=None, decay=decay)
+            tensors |= {f"{holder}/{decay}/{key}": each for key, each in wrong.items() if "/parameter/" in key}
         for key, tensor in single.items():
-            tensors[f"rank{rank}/{key}"] = tensor
+            tensors[f"{holder}/{key}"] = tensor
             when, _, name = key.partition("/")
             step_errors = errors.setdefault(int(when.removeprefix("step")), {})
             deviation = compare.deviation(tensor, exact[key]) if key in exact else 0.0

@@ -272,7 +272,8 @@ class StepsJob(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     cell: SubjectCell
     weights: str
-    """File with the full weights with which each step began, by `stepN/NAME`."""
+    """File with the full weights with which each step began, by `stepN/NAME`; for the optimizer's steps also the full
+    tensors of the run by the keys of ranks."""
     record: str
     """Directory with the tensors that the ranks kept."""
     directory: str

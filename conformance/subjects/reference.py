@@ -9,7 +9,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,13 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+class Noise(Protocol):
+    """Noise on gradients, see `conformance.subjects.noise`."""
+
+    def in_step(self, step: int, gradients: Tensors) -> Tensors:
+        """Return the noise on gradients, by name, with which the optimizer takes a step."""
+
+
 def train(
     subject: Subject,
     workload: Workload,
@@ -112,12 +119,14 @@ def train(
     order: int,
     max_norm: float | None,
     in_bf16: "InBf16 | None" = None,
+    noise: Noise | None = None,
 ) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
     In other orders an optimizer that multiplies matrices in 16 bits does so in two parts, see `split_products`.
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`. With `in_bf16` the model computes
-    in bf16, and the weights that the optimizer updates stay in `dtype`.
+    in bf16, and the weights that the optimizer updates stay in `dtype`. `noise` is added to gradients that are clipped,
+    and is not among those that are returned.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
     turns = turns_of(subject)
@@ -134,19 +143,31 @@ def train(
         turn, optimizer = turns[step % len(turns)], optimizers[step % len(turns)]
         run.losses.append(_accumulate(turn.subject, model, batches, order=order, in_bf16=in_bf16))
         run.by_products.append(_by_products(model, turn))
-        gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        gradients = _gradients(model)
         run.gradients.append(gradients)
         run.norms.append(total_norm(gradients.values(), order=2.0))
         factor = clip_factor(run.norms[-1], max_norm=half_of(run.norms[0]) if max_norm is None else max_norm)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        if noise is not None:
+            _add(model, noise.in_step(step, _gradients(model)))
         run.learning_rates.append(learning_rates(optimizer))
         with SplitProducts() if order else nullcontext():
             optimizer.step()
         model.zero_grad()
         run.parameters.append(_copies(model.named_parameters()))
     return run
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return _copies((name, p.grad) for name, p in model.named_parameters())
+
+
+def _add(model: nn.Module, noise: Tensors) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            parameter.grad.add_(noise[name])
 
 
 def _by_products(model: nn.Module, turn: Turn) -> list[str]:

@@ -1,6 +1,6 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from conformance.subjects.cells import Accumulation, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import load_subject
+from conformance.subjects.evidence import FP32_FACTOR
 from conformance.subjects.expectation import write_expected_steps
 from conformance.subjects.facts import (
     DescribeJob,
@@ -49,6 +50,7 @@ from conformance.subjects.facts import (
 from conformance.subjects.formulas import write_terms
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.memory_log import BLOCK_BYTES, MemoryLog
+from conformance.subjects.noise import raised, runs_with_noise
 from conformance.subjects.one_process import on_device
 from conformance.subjects.probes import require_sum
 from conformance.subjects.protocol import (
@@ -139,6 +141,15 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
+    noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
+    if noisy:
+        by_gradients = [
+            own_errors([run.gradients[step] for run in noisy], exact.gradients[step], None) for step in steps
+        ]
+        by_updates = [
+            own_errors([run.parameters[step] for run in noisy], exact.parameters[step], exact.initial) for step in steps
+        ]
+        gradients, updates = raised(gradients, by_gradients), raised(updates, by_updates)
     _write(Path(job.directory), exact, runs[0])
     in_bf16 = _trains_in_bf16(subject)
     bf16 = _bf16(subject, job.workload, exact, max_norm) if in_bf16 else _Bf16()
@@ -162,8 +173,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         max_norm=max_norm,
         losses=exact.losses,
         grad_norms=exact.norms,
-        loss_error=max(_relative(run.losses, exact.losses) for run in runs),
-        norm_error=max(_relative(run.norms, exact.norms) for run in runs),
+        loss_error=_largest(exact.losses, [run.losses for run in runs], [run.losses for run in noisy]),
+        norm_error=_largest(exact.norms, [run.norms for run in runs], [run.norms for run in noisy]),
         gradients=gradients,
         updates=updates,
         bf16_gradients=bf16.gradients,
@@ -457,6 +468,12 @@ def _write(directory: Path, exact: Trajectory, single: Trajectory) -> None:
 
 def _contiguous(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in named.items()}
+
+
+def _largest(exact: list[float], runs: Iterable[list[float]], noisy: Iterable[list[float]]) -> float:
+    """Return the largest deviation of the numbers of runs, see `noise.raised`."""
+    own = [_relative(run, exact) for run in runs]
+    return max(own + [_relative(run, exact) / FP32_FACTOR for run in noisy])
 
 
 def _relative(measured: list[float], exact: list[float]) -> float:

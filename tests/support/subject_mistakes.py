@@ -392,3 +392,33 @@ layer_frozen = owner(OwnLoop, parallelize=frozen)
 layer_unfrozen = owner(OwnLoop, parallelize=unfrozen, model=HasFrozen)
 random_in_parallel = owner(OwnLoop, parallelize=dropout_in_parallel, model=Noisy)
 head_untied = owner(OwnLoop, parallelize=untied_head, tied_model=Tied)
+
+
+class NormalisedSgd(Optimizer):
+    """Step whose length is in proportion to each parameter's norm, as LARS and LAMB take it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, by_shard: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.by_shard = by_shard
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                scale = self._norm(p) / self._norm(p.grad)
+                p.add_(p.grad, alpha=-0.1 * scale if 0.0 < scale < float("inf") else -0.1)
+
+    def _norm(self, tensor: Tensor) -> float:
+        norm = torch.linalg.vector_norm(tensor)
+        return float(norm.to_local() if isinstance(norm, DTensor) and self.by_shard else plain(norm))
+
+
+full_tensor_optimizer = owner(OwnLoop, optimizer=NormalisedSgd)
+
+
+def with_norms_of_shards(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Any:
+    sharded = shard(model, mesh, config)
+    return sharded, NormalisedSgd(sharded.parameters(), by_shard=True)
+
+
+optimizer_of_shards = owner(OwnLoop, parallelize=with_norms_of_shards, optimizer=NormalisedSgd)

@@ -50,6 +50,7 @@ FIRST = [
     ("layer_unsharded", [DP2], "down.bias is not sharded, no call of fully_shard reaches it"),
     ("layer_frozen", [DP2], "up.bias and 1 more are frozen: requires_grad is False, and one process trains them"),
     ("layer_not_updated", [DP2], "norm.weight"),
+    ("optimizer_of_shards", [DP2], "is the result for this rank's shard alone: this optimizer needs full tensors"),
     ("random_in_parallel", [DP2], "the parallel model is random and model() is not: two runs with different seeds"),
     ("head_untied", [TIED], "again.weight: the tied parameter is a parameter of its own, expected up.weight"),
     ("raises", [DP2, ACCUMULATED], "raised KeyError: 'warmup' (subject_mistakes.py:"),

@@ -1,0 +1,1 @@
+"""Six correct trainers of other kinds than those of all earlier sets."""

@@ -1,0 +1,57 @@
+"""Optimizers whose steps jump: runs with noise on gradients, and the own errors that these raise."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from conformance.subjects.cells import Workload
+from conformance.subjects.evidence import FP32_FACTOR
+from conformance.subjects.facts import OwnErrors
+from conformance.subjects.noise import GradientNoise, raised, runs_with_noise
+from conformance.subjects.reference import Trajectory, train
+from tests.support.subject_models import declare, shard
+
+WORKLOAD = Workload(tied=False, data_ranks=2, accumulation=(1, 1), uneven=False)
+
+
+class SignOfGradient(Optimizer):
+    """Step of one size in each element."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.add_(p.grad.sign(), alpha=-0.01)
+
+
+def errors(exact: Trajectory, relative: float) -> list[OwnErrors]:
+    return [OwnErrors(dict.fromkeys(each, relative), relative) for each in exact.gradients]
+
+
+@pytest.mark.parametrize(("optimizer", "runs"), [(SignOfGradient, 4), (lambda p: SGD(p, lr=0.1, momentum=0.9), 0)])
+def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], runs: int) -> None:
+    trainer = declare(optimizer=optimizer)(shard)
+    exact = train(trainer, WORKLOAD, dtype=torch.float64, order=0, max_norm=None)
+    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0)
+    assert len(noisy) == runs
+    for run in noisy:  # a gradient is told before its noise is added
+        assert torch.allclose(run.gradients[0]["up.weight"].double(), exact.gradients[0]["up.weight"], atol=1e-6)
+
+
+def test_noise_has_the_size_of_the_bound_and_two_signs() -> None:
+    gradient = {"weight": torch.full((64, 64), 2.0)}
+    noises = [GradientNoise([OwnErrors({"weight": 1e-4}, 0.0)], 0, sign).in_step(0, gradient) for sign in (1.0, -1.0)]
+    assert torch.equal(noises[0]["weight"], -noises[1]["weight"])
+    relative = float(noises[0]["weight"].norm() / gradient["weight"].norm())
+    assert relative == pytest.approx(FP32_FACTOR * 1e-4, rel=0.05)
+
+
+def test_errors_with_noise_are_not_multiplied_again() -> None:
+    (one,) = raised([OwnErrors({"a": 1.0, "b": 1.0}, 1.0)], [OwnErrors({"a": 4.0, "b": 80.0}, 8.0)])
+    assert one == OwnErrors({"a": 1.0, "b": 10.0}, 1.0)
