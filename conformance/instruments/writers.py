@@ -41,8 +41,8 @@ class Writers(Observer):
         if not self._is_building:
             return
         line = line_of(owner(sys._getframe(1)))
-        is_sharding, copied = _is_in_fully_shard(), [each for each in args[1:] if is_plain(each) and not each.is_meta]
-        wrote = self._by_storage.get(_storage(copied[0]), line) if is_sharding and copied else line
+        is_sharding, sources = _is_in_fully_shard(), [each for each in args if is_plain(each) and not each.is_meta]
+        wrote = self._by_storage.get(_storage(sources[-1]), line) if is_sharding and sources else line
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if is_plain(tensor) and not tensor.is_meta:
                 self._by_storage[_storage(tensor)] = wrote

@@ -342,17 +342,20 @@ class SubjectRun(TappedRun):
         return with_fields(found, equals=f"{found.equals}: the optimizer does not hold the parameter")
 
     def decayed(self, place: Location) -> str:
-        """Return a sentence about a wrong weight decay that leaves the parameter of a place; empty if none does."""
+        """Return a sentence about a wrong weight decay that leaves the tensor of a place; empty if none does."""
         step, rank, name = place.step or 0, place.ranks[0], place.name
-        before, after = (self.shards(f"{when}{step}/parameter/", rank).get(name) for when in ("step", "after"))
-        if before is None or after is None:
+        state = place.quantity.removeprefix("optimizer state ")
+        kind = "parameter" if state == place.quantity else state
+        after = self.shards(f"after{step}/{kind}/", rank).get(name)
+        expected = self._tensors(f"rank{rank}/step{step}/{kind}/").get(name)
+        if after is None or expected is None:
             return ""
-        expected = self._tensors(f"rank{rank}/step{step}/parameter/").get(name)
+        before = self.shards(f"step{step}/parameter/", rank)[name] if kind == "parameter" else torch.zeros_like(after)
         for decay, told in _DECAYS.items():
-            wrong = self._tensors(f"rank{rank}/{decay}/step{step}/parameter/").get(name)
-            if wrong is None or expected is None or torch.equal(wrong, expected):
+            wrong = self._tensors(f"rank{rank}/{decay}/step{step}/{kind}/").get(name)
+            if wrong is None or deviation(after - before, wrong - before) > CLOSE:
                 continue
-            if deviation(after - before, wrong - before) <= CLOSE < deviation(after - before, expected - before):
+            if deviation(after - before, expected - before) > CLOSE:
                 return told.format(name)
         return ""
 

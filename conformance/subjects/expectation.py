@@ -34,7 +34,7 @@ FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
 """Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, see `_updates`.
 
-Parameters that a wrong weight decay leaves are `rankR/DECAY/stepN/parameter/NAME`, see `Decay`.
+Those that a wrong weight decay leaves are `rankR/DECAY/stepN/KIND/NAME`, see `Decay`.
 """
 Decay = Literal["missing", "decoupled", "added", "everywhere"]
 """Wrong ways of weight decay: none, of the weights, added to gradients (L2), or of parameters that have none, too."""
@@ -270,8 +270,13 @@ def _updates(
         with suppress(*reference.REFUSALS):
             exact = _plain_steps(subject, job.cell, begun, dtype=torch.float64)
         for decay in get_args(Decay):
+<<<<<<< HEAD
             wrong = _plain_steps(subject, job.cell, begun, dtype=None, decay=decay)
             tensors |= {f"{holder}/{decay}/{key}": each for key, each in wrong.items() if "/parameter/" in key}
+=======
+            wrong = _plain_steps(subject, job.cell, shards, dtype=None, decay=decay)
+            tensors |= {f"rank{rank}/{decay}/{key}": each for key, each in wrong.items()}
+>>>>>>> roads2
         for key, tensor in single.items():
             tensors[f"{holder}/{key}"] = tensor
             when, _, name = key.partition("/")

@@ -87,5 +87,5 @@ def _bound_names(node: ast.stmt) -> list[str]:
 
 def test_every_extra_for_subjects_is_of_a_subject() -> None:
     extras = [extra for extra in PYPROJECT["optional-dependencies"] if extra.startswith("subject-")]
-    assert len(extras) == 10
+    assert len(extras) == 11
     assert {extra.removeprefix("subject-") for extra in extras} <= OWN_SUBJECTS.keys()
