@@ -270,13 +270,8 @@ def _updates(
         with suppress(*reference.REFUSALS):
             exact = _plain_steps(subject, job.cell, begun, dtype=torch.float64)
         for decay in get_args(Decay):
-<<<<<<< HEAD
             wrong = _plain_steps(subject, job.cell, begun, dtype=None, decay=decay)
-            tensors |= {f"{holder}/{decay}/{key}": each for key, each in wrong.items() if "/parameter/" in key}
-=======
-            wrong = _plain_steps(subject, job.cell, shards, dtype=None, decay=decay)
-            tensors |= {f"rank{rank}/{decay}/{key}": each for key, each in wrong.items()}
->>>>>>> roads2
+            tensors |= {f"{holder}/{decay}/{key}": each for key, each in wrong.items()}
         for key, tensor in single.items():
             tensors[f"{holder}/{key}"] = tensor
             when, _, name = key.partition("/")
