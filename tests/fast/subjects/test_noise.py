@@ -11,7 +11,7 @@ from conformance.subjects.cells import Workload
 from conformance.subjects.evidence import FP32_FACTOR
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.noise import GradientNoise, raised, runs_with_noise
-from conformance.subjects.reference import Trajectory, train
+from conformance.subjects.reference import Trajectory, own_errors, train
 from tests.support.subject_models import declare, shard
 
 WORKLOAD = Workload(tied=False, data_ranks=2, accumulation=(1, 1), uneven=False)
@@ -55,3 +55,12 @@ def test_noise_has_the_size_of_the_bound_and_two_signs() -> None:
 def test_errors_with_noise_are_not_multiplied_again() -> None:
     (one,) = raised([OwnErrors({"a": 1.0, "b": 1.0}, 1.0)], [OwnErrors({"a": 4.0, "b": 80.0}, 8.0)])
     assert one == OwnErrors({"a": 1.0, "b": 10.0}, 1.0)
+
+
+def test_changes_that_are_noise_do_not_raise_the_bound_of_others() -> None:
+    exact = {"weight": torch.ones(8, dtype=torch.float64), "bias": torch.full((8,), 1e-9, dtype=torch.float64)}
+    run = {"weight": torch.full((8,), 1.0 + 1e-6), "bias": torch.full((8,), 0.5)}
+    changes = own_errors([run], exact, {name: torch.zeros(8) for name in exact})
+    assert changes.by_name["bias"] > 1e6
+    assert changes.overall == pytest.approx(1e-6, rel=0.1)
+    assert own_errors([run], exact, None).overall > 0.1  # by which a random model is told
