@@ -344,20 +344,22 @@ class SubjectRun(TappedRun):
     def decayed(self, place: Location) -> str:
         """Return a sentence about a wrong weight decay that leaves the tensor of a place; empty if none does."""
         step, rank, name = place.step or 0, place.ranks[0], place.name
-        state = place.quantity.removeprefix("optimizer state ")
-        kind = "parameter" if state == place.quantity else state
-        after = self.shards(f"after{step}/{kind}/", rank).get(name)
-        expected = self._tensors(f"rank{rank}/step{step}/{kind}/").get(name)
-        if after is None or expected is None:
+        kinds = dict.fromkeys([place.quantity.removeprefix("optimizer state "), "parameter"])
+        after = {kind: self.shards(f"after{step}/{kind}/", rank).get(name) for kind in kinds}
+        measured = {kind: tensor for kind, tensor in after.items() if tensor is not None}
+        before = {"parameter": self.shards(f"step{step}/parameter/", rank)[name]}
+
+        def fits(prefix: str) -> bool:
+            for kind, tensor in measured.items():
+                other = self._tensors(f"{prefix}/step{step}/{kind}/").get(name)
+                start = before.get(kind, torch.zeros_like(tensor))
+                if other is None or deviation(tensor - start, other - start) > CLOSE:
+                    return False
+            return True
+
+        if fits(f"rank{rank}"):
             return ""
-        before = self.shards(f"step{step}/parameter/", rank)[name] if kind == "parameter" else torch.zeros_like(after)
-        for decay, told in _DECAYS.items():
-            wrong = self._tensors(f"rank{rank}/{decay}/step{step}/{kind}/").get(name)
-            if wrong is None or deviation(after - before, wrong - before) > CLOSE:
-                continue
-            if deviation(after - before, expected - before) > CLOSE:
-                return told.format(name)
-        return ""
+        return next((told.format(name) for decay, told in _DECAYS.items() if fits(f"rank{rank}/{decay}")), "")
 
     def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
         """Return a location if a rank has logged another loss than that of one process."""
