@@ -97,7 +97,8 @@ call one argument differs on the last rank, or that rank leaves the call out; ea
 is what the same call gives with the arguments of rank 0 on all ranks. Law LOUD-1 fails if an outcome becomes worse.
 
 `raises on some ranks`: the others wait for them, or go on. `a process dies`: gloo ends one that gets more bytes than it
-expects. `waits`: no rank raises, and some wait for a peer until a time limit. `silent and wrong`: all ranks end."""
+expects. `waits`: no rank raises, and some wait for a peer until a time limit. These three are one for the law: the same
+call has shown each of them. `silent and wrong`: all ranks end."""
 
 
 def markdown(versions: Recorded) -> str:

@@ -19,8 +19,8 @@ DISTRIBUTED = "https://docs.pytorch.org/docs/stable/distributed.html"
 )
 def test_a_call_that_differs_on_one_rank_ends_no_worse_than_recorded(measure: Measure, cell: Cell) -> None:
     """A collective call of which one rank has another argument, or that one rank leaves out, MUST end no worse than
-    recorded: right, raising on all ranks, with the death of a process, raising on some ranks, waiting for ever, or with
-    wrong values and no error.
+    recorded: right, raising on all ranks, with ranks that wait for others, die or raise alone, or with wrong values and
+    no error.
 
     Wrong if a check is lost, so that ranks wait where they raised an error, or train with wrong values where they
     waited. Each call is made in fresh processes. The first cell has few of them.

@@ -28,8 +28,11 @@ def test_outcomes(ends: tuple[End, ...], outcome: Outcome) -> None:
 def test_a_call_is_worse_than_recorded_by_its_severity() -> None:
     loud = LoudFault("x", Outcome.LOUD, [RankEnd(End.RAISED), RankEnd(End.RAISED)])
     waits = LoudFault("x", Outcome.LOUD, [RankEnd(End.RAISED), RankEnd(End.WAITED)])
+    other = LoudFault("x", Outcome.DIES, [RankEnd(End.WAITED), RankEnd(End.WAITED)])
     better = LoudFault("x", Outcome.WAITS, [RankEnd(End.RIGHT), RankEnd(End.RIGHT)])
-    assert (loud.is_worse, waits.is_worse, better.is_worse) == (False, True, False)
+    silent = LoudFault("x", Outcome.WAITS, [RankEnd(End.RIGHT), RankEnd(End.WRONG)])
+    assert (loud.is_worse, waits.is_worse, other.is_worse, better.is_worse) == (False, True, False, False)
+    assert silent.is_worse
 
 
 def test_a_version_is_judged_by_the_newest_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
