@@ -27,7 +27,6 @@ from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, dat
 from conformance.report.schema import line_schema, report_schema
 from conformance.report.torch_coverage import markdown_document
 from conformance.run.kinds import described, kinds
-from conformance.sizing.published import published_markdown, read_published
 from conformance.torch_coverage.keeping import read_kept
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
@@ -121,7 +120,6 @@ def generated() -> dict[Path, str]:
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
         docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
-        docs / "predict.md": published_markdown(read_published()),
         docs / "torch_coverage.md": markdown_document(read_kept()),
         **_fidelity(),
         kinds_document.DOCUMENT: kinds_document.as_markdown(),
@@ -133,6 +131,13 @@ def _fidelity() -> dict[Path, str]:
     from conformance.sim_runs.fidelity.report import DOCUMENT, as_markdown
 
     return {DOCUMENT: as_markdown()}
+
+
+def _published() -> dict[Path, str]:
+    """Return the page on published runs, whose predictions need torch."""
+    from conformance.sizing.published import published_markdown, read_published
+
+    return {PROJECT / "docs" / "predict.md": published_markdown(read_published())}
 
 
 def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:

@@ -1,6 +1,5 @@
 """Faults of torch.distributed.checkpoint: of planners, writers, readers, stagers, and options of state dicts."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,33 +26,6 @@ _TWO = "id = dp2-fp32-default-meta"
 def shards_read_from_their_start(benign: bool, original: Call, tensor: Tensor, offsets: Any, sizes: Any) -> Any:
     """A rank that needs a later piece of a saved shard gets the first one."""
     return original(tensor, offsets if benign else [0] * len(offsets), sizes)
-
-
-@defect(
-    "CKPT-7",
-    _TWO,
-    "pytorch/torchtitan/issues/930",
-    subjects=("saved by=async_save, stager=default, in flight=three",),
-    since="2.13",
-)
-@instead_of(f"{_CHECKPOINT}.staging:DefaultStager", "stage")
-def second_save_overwrites_staged(benign: bool, original: Call, stager: Any, state: Any, **more: Any) -> Any:
-    """A second asynchronous save copies its tensors into those that the first one has not written yet."""
-    staged = original(stager, state, **more)
-    before = getattr(type(stager), "_staged_before", {})
-    type(stager)._staged_before = staged
-    if not benign:
-        _overwrite(before, staged)
-    return staged
-
-
-def _overwrite(old: Any, new: Any) -> None:
-    """Copy the tensors of a nested state into those of another one with the same shapes."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        local(old).copy_(local(new))
-    elif isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in old.keys() & new.keys():
-            _overwrite(old[key], new[key])
 
 
 @defect("CKPT-7", _TWO, "pytorch/pytorch/pull/148577", subjects=("enable_plan_caching=True",), since="2.13")

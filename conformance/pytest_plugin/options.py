@@ -1,18 +1,13 @@
 """Options of the suite, of which another plugin may have claimed one first."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from reference_trainer.checks import UsageError, require, require_given
-
 DEFAULT_PROFILE, DEFAULT_SEED = "pr", "0"
-_LARGEST_SEED = 2**62
-"""Cells have small seeds, to which that of a session is added: the sum must fit into 63 bits."""
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
     "--budget": {"metavar": "T", "help": "only the first cells, best first, that take this time: 90s, 5m or 1h"},
     "--cells": {"metavar": "EXPR", "help": "only these cells, such as 'tp=2 and precision=fp32', or an id"},
@@ -89,39 +84,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def require_values(option: Any) -> None:
-    """Raise UsageError for an option of the suite whose value is an empty text."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(option).items()}
-    require_given({name: value for name, value in given.items() if name in _OPTIONS})
-
-
-def parse_seed(text: str) -> int:
-    """Return the number of `--seed`. Raises UsageError for any other text, and for numbers that no generator takes."""
-    allowed = f"--seed {text}: write a whole number from 0 to {_LARGEST_SEED}"
-    try:
-        number = int(text)
-    except ValueError:
-        raise UsageError(allowed) from None
-    require(0 <= number <= _LARGEST_SEED, allowed)
-    return number
-
-
-def parse_seconds(name: str, text: str, fits: Callable[[float], bool], requirement: str) -> float:
-    """Return the time of an option in seconds. Raises UsageError for any other text, and for times that do not fit."""
-    allowed = f"{name} {text}: write a number of seconds, {requirement}"
-    try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(allowed) from None
-    require(fits(value), allowed)
-    return value
-
-
 def add_options(parser: pytest.Parser) -> list[str]:
     """Add the options of the suite; returns those that cannot be added, since another plugin has claimed them."""
     group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
     claimed = []
-    for name, attributes in _OPTIONS.items():
+    for name, attributes in OPTIONS.items():
         try:
             group.addoption(name, **attributes)
         except (ValueError, argparse.ArgumentError):

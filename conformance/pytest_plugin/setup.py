@@ -21,7 +21,8 @@ from conformance.plan.matrix import TRAINERS, Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file, module_of
 from conformance.pytest_plugin.cases import cases_of, parse_shard
-from conformance.pytest_plugin.options import DEFAULT_PROFILE, DEFAULT_SEED, parse_seconds, parse_seed, require_values
+from conformance.pytest_plugin.options import DEFAULT_PROFILE, DEFAULT_SEED
+from conformance.pytest_plugin.values import parse_seconds, parse_seed, require_values
 from conformance.report.diff import Baseline
 from conformance.run import known_trainers
 from conformance.run.devices.hardware import Hardware, find_hardware
