@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 DEFAULT_PROFILE, DEFAULT_SEED = "pr", "0"
-OPTIONS: dict[str, dict[str, Any]] = {
+SESSION_OPTIONS: dict[str, dict[str, Any]] = {
     "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
     "--budget": {"metavar": "T", "help": "only the first cells, best first, that take this time: 90s, 5m or 1h"},
     "--cells": {"metavar": "EXPR", "help": "only these cells, such as 'tp=2 and precision=fp32', or an id"},
@@ -88,7 +88,7 @@ def add_options(parser: pytest.Parser) -> list[str]:
     """Add the options of the suite; returns those that cannot be added, since another plugin has claimed them."""
     group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
     claimed = []
-    for name, attributes in OPTIONS.items():
+    for name, attributes in SESSION_OPTIONS.items():
         try:
             group.addoption(name, **attributes)
         except (ValueError, argparse.ArgumentError):

@@ -6,7 +6,7 @@ Not in `options`: pytest loads that before it rewrites assertions of the package
 from collections.abc import Callable
 from typing import Any
 
-from conformance.pytest_plugin.options import OPTIONS
+from conformance.pytest_plugin.options import SESSION_OPTIONS
 from reference_trainer.checks import UsageError, require, require_given
 
 _LARGEST_SEED = 2**62
@@ -16,7 +16,7 @@ _LARGEST_SEED = 2**62
 def require_values(option: Any) -> None:
     """Raise UsageError for an option of the suite whose value is an empty text."""
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(option).items()}
-    require_given({name: value for name, value in given.items() if name in OPTIONS})
+    require_given({name: value for name, value in given.items() if name in SESSION_OPTIONS})
 
 
 def parse_seed(text: str) -> int:

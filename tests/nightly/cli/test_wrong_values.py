@@ -14,7 +14,7 @@ import pytest
 from conformance.__main__ import _parser, main
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.pytest_plugin import setup
-from conformance.pytest_plugin.options import OPTIONS
+from conformance.pytest_plugin.options import SESSION_OPTIONS
 from conformance.pytest_plugin.setup import read_options
 
 NUMBERS = ("nan", "inf", "-1", "1e999", "9" * 30)
@@ -31,7 +31,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "--deadline": ("9" * 30,),
 }
 """Values that an option takes."""
-VALUED = [name for name, attributes in OPTIONS.items() if not attributes.get("action")]
+VALUED = [name for name, attributes in SESSION_OPTIONS.items() if not attributes.get("action")]
 """Options of sessions with a value."""
 ARGUMENTS = {
     "predict": ["--model", "llama3-8b", "--mesh", "dp8"],
@@ -85,7 +85,7 @@ def session(**given: str) -> Any:
     """Return a configuration of pytest with options of the suite."""
     defaults = {
         name.removeprefix("--").replace("-", "_"): attributes.get("default", False if "action" in attributes else None)
-        for name, attributes in OPTIONS.items()
+        for name, attributes in SESSION_OPTIONS.items()
     }
     pytest_options = {"keyword": "", "markexpr": "", "deselect": None, "ignore": None, "ignore_glob": None, "lf": False}
     return SimpleNamespace(
