@@ -60,7 +60,7 @@ class FindingRow(msgspec.Struct, frozen=True, kw_only=True):
     """Fault that cases show, waived or failing."""
 
     name: str
-    """Issue or finding of a waiver; for a failure, its reason without numbers of other cases."""
+    """Issue or finding of a waiver; for a failure, its reason up to the first colon."""
     is_waived: bool
     laws: list[str]
     cases: list[list[str]]
