@@ -433,7 +433,7 @@ def sweep(rank: RankWorld) -> Swept:
 
 @experiment(needs=Needs.TRAINING)
 def drawn(rank: RankWorld) -> Swept:
-    """Call schedules in a few of these rows, which the seed draws; rows with options that fail in torch are left out."""
+    """Call schedules in a few of these rows, which the seed draws; rows that fail in torch are left out."""
     return sweep_on(_mesh_of(rank), rank.subjects, limit=DRAWN, seed=rank.config.seed)
 
 
