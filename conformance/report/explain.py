@@ -91,6 +91,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return sum(len(each.cases) for each in self.with_related)
 
     @property
+    def shared_ratio(self) -> str:
+        """Clause about the ratio of this explanation and the related ones; empty without one."""
+        group = [self, *self.related]
+        return _ratio_text(common_ratio([each.ratio for each in group]), _common([each.ratio_names for each in group]))
+
+    @property
     def is_drift(self) -> bool:
         """True if the law holds, and only metrics have drifted from the baseline."""
         return self.first.verdict == Verdict.QUALITY_WARNING
@@ -528,8 +534,7 @@ def _common_ratio_text(failed: Sequence[Explanation]) -> str:
         return ""
     is_all = len(failed) == 1 and not failed[0].same_place
     number = "all" if is_all else str(sum(len(each.cases) for each in first))
-    names = _common([each.ratio_names for each in first])
-    return f"; in {number} of them {_ratio_text(common_ratio([each.ratio for each in first]), names)}"
+    return f"; in {number} of them {failed[0].shared_ratio}"
 
 
 def _common_place_text(failed: Sequence[Explanation]) -> str:
