@@ -86,9 +86,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return [self, *(each for other in others for each in other.with_related)]
 
     @property
+    def all_cases(self) -> list[CaseResult]:
+        """Cases, those of related explanations included."""
+        return [case for each in self.with_related for case in each.cases]
+
+    @property
     def case_count(self) -> int:
         """Number of cases, those of related explanations included."""
-        return sum(len(each.cases) for each in self.with_related)
+        return len(self.all_cases)
 
     @property
     def shared_ratio(self) -> str:
@@ -547,7 +552,7 @@ def _common_place_text(failed: Sequence[Explanation]) -> str:
 
 
 def _cases_text(explanations: Sequence[Explanation]) -> str:
-    cases = [case for each in explanations for related in each.with_related for case in related.cases]
+    cases = [case for each in explanations for case in each.all_cases]
     return f"{counted(len(cases), 'case')} of {counted(len({case.law for case in cases}), 'law')}"
 
 

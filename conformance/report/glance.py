@@ -39,6 +39,12 @@ def findings(cases: Sequence[CaseResult], explanations: Sequence[Explanation]) -
     return list(islice(chain(_causes(explanations), _waived(cases), _nearest(cases)), MAX_FINDINGS))
 
 
+def cause_text(explanation: Explanation) -> str:
+    """Return a cause in one line: the ratio and the first wrong place where they are known, or else the reason."""
+    place = f"first wrong: {explanation.location.place}" if explanation.location else ""
+    return _shortened("; ".join(filter(None, [explanation.shared_ratio, place])) or explanation.short_reason)
+
+
 def cause_anchor(number: int) -> str:
     """Return the id, in report.html, of the explanation with this number, from 1."""
     return f"cause-{number}"
@@ -46,10 +52,7 @@ def cause_anchor(number: int) -> str:
 
 def _causes(explanations: Sequence[Explanation]) -> Iterator[Finding]:
     for number, each in enumerate(explanations, start=1):
-        cases = [case for related in each.with_related for case in related.cases]
-        place = f"first wrong: {each.location.place}" if each.location else ""
-        text = "; ".join(filter(None, [each.shared_ratio, place])) or each.short_reason
-        yield _finding(cases, text, cause_anchor(number))
+        yield _finding(each.all_cases, cause_text(each), cause_anchor(number))
 
 
 def _waived(cases: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -77,5 +80,8 @@ def _rounding(case: CaseResult) -> dict[str, Measurement]:
 def _finding(cases: Sequence[CaseResult], text: str, anchor: str) -> Finding:
     first, *others = dict.fromkeys(case.law for case in cases)
     laws = f"{first} and {counted(len(others), 'more law')}" if others else first
-    shortened = textwrap.shorten(text, _MAX_TEXT, placeholder=" ...")
-    return Finding(cases[0].verdict, f"{laws}, {counted(len(cases), 'case')}", shortened, anchor)
+    return Finding(cases[0].verdict, f"{laws}, {counted(len(cases), 'case')}", _shortened(text), anchor)
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, _MAX_TEXT, placeholder=" ...")

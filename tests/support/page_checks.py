@@ -52,13 +52,14 @@ return [...found].map(([name, text]) => `${name} ${text}`);
 BEYOND = (
     TEXTS
     + """
-const scrolls = box => box && (["auto", "scroll"].includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
+const width = document.documentElement.clientWidth, bars = ["auto", "scroll"];
+const scrolls = box => box && (bars.includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
 const found = texts.filter(text => {
   const range = document.createRange();
   range.selectNodeContents(text);
-  return range.getBoundingClientRect().right > innerWidth + 1 && !scrolls(text.parentElement);
+  return range.getBoundingClientRect().right > width + 1 && !scrolls(text.parentElement);
 });
-const wider = document.documentElement.scrollWidth > innerWidth ? ["the page is wider than the window"] : [];
+const wider = document.documentElement.scrollWidth > width ? ["the page is wider than the window"] : [];
 return [...wider, ...found.map(text => text.nodeValue.trim().slice(0, 60))];
 """
 )
