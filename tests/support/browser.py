@@ -73,17 +73,17 @@ class Browser(ABC):
         """Return the value of a command of WebDriver."""
 
     @abstractmethod
-    def resize(self, width: int, *, dark: bool) -> None:
-        """Give the page this width in CSS pixels, one pixel each, and a person who prefers dark or light pages."""
+    def resize(self, width: int, height: int, *, dark: bool) -> None:
+        """Give the page this size in CSS pixels, one pixel each, and a person who prefers dark or light pages."""
 
     @abstractmethod
     def errors(self) -> list[str]:
         """Return the errors in the console since the last page was opened."""
 
-    def open(self, file: Path, *, width: int, dark: bool = False, hash_: str = "") -> Self:
+    def open(self, file: Path, *, width: int, height: int = HEIGHT, dark: bool = False, hash_: str = "") -> Self:
         """Open a file."""
         self.command("Navigate", url="about:blank")
-        self.resize(width, dark=dark)
+        self.resize(width, height, dark=dark)
         self.command("Navigate", url=file.as_uri() + hash_)
         return self
 
@@ -128,8 +128,8 @@ class Chrome(Browser):
         method, path = CHROME_PATHS[name]
         return _answer(method, self._session + path.format_map(parameters), parameters)
 
-    def resize(self, width: int, *, dark: bool) -> None:
-        metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+    def resize(self, width: int, height: int, *, dark: bool) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._devtools("Emulation.setEmulatedMedia", features=[scheme])
@@ -164,14 +164,14 @@ class Firefox(Browser):
             raise RuntimeError(f"{name}: {error['message']}")
         return result.get("value", result)
 
-    def resize(self, width: int, *, dark: bool) -> None:
-        self._of_the_program(FIREFOX_WINDOW, width, HEIGHT, dark)
+    def resize(self, width: int, height: int, *, dark: bool) -> None:
+        self._run_outside(FIREFOX_WINDOW, width, height, dark)
 
     def errors(self) -> list[str]:
-        messages: list[str] = self._of_the_program(FIREFOX_ERRORS)
+        messages: list[str] = self._run_outside(FIREFOX_ERRORS)
         return messages
 
-    def _of_the_program(self, script: str, *arguments: object) -> Any:
+    def _run_outside(self, script: str, *arguments: object) -> Any:
         """Return the result of a script in the browser itself, not in the page."""
         self.command("SetContext", value="chrome")
         try:
