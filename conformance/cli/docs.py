@@ -150,10 +150,8 @@ def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
 def _first_command(matrix: Matrix, measured: Measured) -> str:
     took = _current(matrix, "smoke", measured.first_command)
     if took is None:
-        return (
-            f"The first command installs torch and what the suite needs, then judges {len(matrix.cases('smoke'))} cases "
-            f"in {_estimated(matrix, 'smoke')}."
-        )
+        judged = f"judges {len(matrix.cases('smoke'))} cases in {_estimated(matrix, 'smoke')}"
+        return f"The first command installs torch and what the suite needs, then {judged}."
     return f"The first command takes {_minutes(took)} on {took.processors} processors, installation included."
 
 

@@ -13,7 +13,7 @@ from conformance.report.wording import bounds_text, is_outside, value_text
 
 _WIDTH, _HEIGHT, _ROW = 120, 10, 13
 _PLOT, _STEP, _DOT, _DECADES = 44, 15, 2.5, 4
-"""Of a plot of deviations: height, width of a step, radius of a dot, and powers of ten below the bounds."""
+"""Plot of deviations: height, width of a step, radius of a dot, and powers of ten below the bounds."""
 
 
 def bounds_bar(metric: Measurement) -> Markup:

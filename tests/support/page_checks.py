@@ -1,4 +1,4 @@
-"""What a person needs of a page, computed in the browser: contrast of its texts, and no text beyond the window."""
+"""Needs of a person who reads a page, computed in the browser: contrast of its texts, no text beyond the window."""
 
 from tests.support.browser import Browser
 

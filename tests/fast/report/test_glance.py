@@ -1,4 +1,4 @@
-"""First glance at a report: what is told, in which order, and where it leads."""
+"""First glance at a report: findings, their order, and the cases to which they lead."""
 
 from msgspec.structs import replace
 

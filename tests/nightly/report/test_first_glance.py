@@ -80,7 +80,7 @@ def test_reports_are_printed_on_one_page(chrome: Chrome, kept_reports: dict[str,
 
 
 def report_with_many_causes() -> msgspec.Struct:
-    """A report of a fifth of a thousand cases of thirty families, twelve of which fail, each for a cause of its own."""
+    """A report of thirty families with long names and reasons; twelve cases fail, each for another cause."""
     failed = [
         msgspec.structs.replace(
             case(f"FAM{number}-1/{CELL}", "fail", loss=deviation(1e-3)), reason=f"cause {number}: {'long ' * 200}"
