@@ -17,8 +17,8 @@ from conformance.report.wording import counted
 from conformance.site.content import CODES, content_of
 
 _WIDTH, _HEIGHT = 90, 22
-_ORDER = (*BAD, Verdict.WAIVED, Verdict.QUALITY_WARNING, Verdict.PASS, Verdict.NOT_RUN, Verdict.UNSUPPORTED)
-"""Verdicts, the gravest first: that of a law is the gravest of its cases. Cases that nothing has judged come last."""
+_ORDER = (*BAD, Verdict.WAIVED, Verdict.QUALITY_WARNING, Verdict.NOT_RUN, Verdict.PASS, Verdict.UNSUPPORTED)
+"""Verdicts, the gravest first: that of a law is the gravest of its cases. Cases that no machine here can judge come last."""
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<address>https://[^)]*)\)")
 
 
