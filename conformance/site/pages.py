@@ -18,7 +18,7 @@ from conformance.site.content import CODES, content_of
 
 _WIDTH, _HEIGHT = 90, 22
 _ORDER = (*BAD, Verdict.WAIVED, Verdict.QUALITY_WARNING, Verdict.NOT_RUN, Verdict.PASS, Verdict.UNSUPPORTED)
-"""Verdicts, the gravest first: that of a law is the gravest of its cases. Cases that no machine here can judge come last."""
+"""Verdicts, the gravest first: that of a law is the gravest of its cases. Cases that no machine can judge come last."""
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<address>https://[^)]*)\)")
 
 

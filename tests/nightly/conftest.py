@@ -37,6 +37,6 @@ def kept_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "sim": (*TWO_CASES, "--accelerator", "sim"),
     }
     for name, arguments in sessions.items():
-        ended = finish(suite(place / name, *arguments, explain_s=EXPLAIN_S), place / name)
+        ended = finish(suite(place / name, "conformance/", *arguments, explain_s=EXPLAIN_S), place / name)
         assert (place / name / "report.html").exists(), ended.output
     return {name: place / name for name in sessions}
