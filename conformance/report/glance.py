@@ -45,6 +45,11 @@ def cause_text(explanation: Explanation) -> str:
     return _shortened("; ".join(filter(None, [explanation.shared_ratio, place])) or explanation.short_reason)
 
 
+def waived_fault(case: CaseResult) -> str:
+    """Return issue and reason of the waiver of a waived case: several faults may have one issue or page."""
+    return case.reason.partition("; ")[0]
+
+
 def cause_anchor(number: int) -> str:
     """Return the id, in report.html, of the explanation with this number, from 1."""
     return f"cause-{number}"
@@ -56,12 +61,12 @@ def _causes(explanations: Sequence[Explanation]) -> Iterator[Finding]:
 
 
 def _waived(cases: Sequence[CaseResult]) -> Iterator[Finding]:
-    by_issue: dict[str, list[CaseResult]] = defaultdict(list)
+    by_fault: dict[str, list[CaseResult]] = defaultdict(list)
     for case in cases:
         if case.verdict == Verdict.WAIVED:
-            by_issue[case.reason.partition(": ")[0]].append(case)
-    for group in sorted(by_issue.values(), key=len, reverse=True):
-        yield _finding(group, group[0].reason.partition("; ")[0], group[0].id)
+            by_fault[waived_fault(case)].append(case)
+    for fault, group in sorted(by_fault.items(), key=lambda entry: -len(entry[1])):
+        yield _finding(group, fault, group[0].id)
 
 
 def _nearest(cases: Sequence[CaseResult]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from conformance.plan.scopes import in_order
 from conformance.report.coverage import total_rows
 from conformance.report.diff import Change, Kind, diff
 from conformance.report.explain import explain
-from conformance.report.glance import cause_text
+from conformance.report.glance import cause_text, waived_fault
 from conformance.report.schema import CaseResult, Report, verdict_counts
 from conformance.report.sections import Narrowest, narrowest_margin
 from conformance.report.text import device_text, headline
@@ -186,7 +186,7 @@ def _finding_rows(reports: Sequence[Report], data: CaseData) -> list[FindingRow]
                 found[False, cause_text(cause)][column] += cause.all_cases
         for case in report.cases:
             if case.verdict == Verdict.WAIVED:
-                found[True, case.reason.partition("; ")[0]][column].append(case)
+                found[True, waived_fault(case)][column].append(case)
     numbers = {pair: number for number, pair in enumerate(data.pairs_of_names)}
     return [
         FindingRow(

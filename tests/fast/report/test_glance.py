@@ -19,8 +19,10 @@ def told(*cases: CaseResult) -> list[Finding]:
 def test_causes_come_before_waived_faults_and_the_narrowest_margin() -> None:
     wrong = case(f"PAR-1/{CELL}", "fail", loss=replace(deviation(1e-3), ratio=2.0))
     waived = replace(case(f"CLIP-4/{CELL}", "waived"), reason="https://issues/1: local; measured 3")
+    other = replace(waived, id=f"CLIP-4/{CELL}-sgd", reason="https://issues/1: another fault; measured 3")
     right = case(f"PAR-2/{CELL}", loss=deviation(2e-6), tensors=count(3))
     cause, fault, margin = told(wrong, waived, right)
+    assert [each.text for each in told(waived, other)] == ["https://issues/1: local", "https://issues/1: another fault"]
     assert (cause.verdict, cause.subject, cause.anchor) == ("fail", "PAR-1, 1 case", "cause-1")
     assert cause.text.startswith("measured is 2.000 times expected = dp_shard or dp")
     assert cause.text.endswith("; first wrong: backward: layers.1.attention.wo, gradient of its input")
