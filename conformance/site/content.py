@@ -34,6 +34,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     device: str
     """Devices, with the substrates of judged cases: `CPU (gloo, simulated)`."""
+    device_type: str
+    """Type of the devices, `cpu`, `cuda` or `sim`: trends are by type."""
     profile: str
     started: str
     verdict: str
@@ -145,6 +147,7 @@ def _column(report: Report) -> Column:
     return Column(
         torch=str(report.environment["packages"]["torch"]),
         device=device_text(report),
+        device_type=report.environment["device"].get("type", ""),
         profile=report.profile,
         started=report.started,
         verdict=head.verdict,

@@ -17,6 +17,7 @@ from conformance.report.wording import counted
 from conformance.site.content import CODES, content_of
 
 _WIDTH, _HEIGHT = 90, 22
+_LINE = Markup('<polyline points="{}" fill="none" stroke="var(--bar)" stroke-width="2"{}/>')
 _ORDER = (*BAD, Verdict.WAIVED, Verdict.QUALITY_WARNING, Verdict.NOT_RUN, Verdict.PASS, Verdict.UNSUPPORTED)
 """Verdicts, the gravest first: that of a law is the gravest of its cases. Cases that no machine can judge come last."""
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<address>https://[^)]*)\)")
@@ -72,21 +73,30 @@ def brief(verdicts: Mapping[str, int]) -> str:
     return f"{verdicts[worst]} {worst}{f' of {total}' if shows_total else ''}"
 
 
-def trend(values: Sequence[float | None]) -> Markup:
-    """Return values by column as a line from 0 to their largest; a column without a value is a gap.
+def trend(values: Sequence[float | None], devices: Sequence[str]) -> Markup:
+    """Return values by column as a line from 0 to their largest for each type of device, dashed but for the first.
 
-    Empty with fewer than two values.
+    A column without a value is a gap. Empty if no type of device has two values.
     """
     known = [(number, value) for number, value in enumerate(values) if value is not None]
-    if len(known) < 2:
-        return Markup()
-    largest = max(value for _, value in known) or 1.0
-    step = (_WIDTH - 6) / (len(values) - 1)
-    points = " ".join(f"{3 + step * n:.1f},{_HEIGHT - 3 - (_HEIGHT - 6) * value / largest:.1f}" for n, value in known)
-    return Markup(
-        '<svg width="{}" height="{}" role="img"><title>{}</title><polyline points="{}" fill="none" '
-        'stroke="var(--bar)" stroke-width="2"/></svg>'
-    ).format(_WIDTH, _HEIGHT, " ".join("none" if value is None else f"{value:.3g}" for value in values), points)
+    largest = max((value for _, value in known), default=0.0) or 1.0
+    lines, told = Markup(), []
+    for device in dict.fromkeys(devices):
+        own = [(number, value) for number, value in known if devices[number] == device]
+        told.append(" ".join([device, *(f"{value:.3g}" for _, value in own)]))
+        if len(own) > 1:
+            dash = Markup(' stroke-dasharray="3 2"') if lines else ""
+            lines += _LINE.format(_points(own, columns=len(values), largest=largest), dash)
+    if not lines:
+        return lines
+    svg = Markup('<svg width="{}" height="{}" role="img"><title>{}</title>{}</svg>')
+    return svg.format(_WIDTH, _HEIGHT, "; ".join(told).strip(), lines)
+
+
+def _points(values: Sequence[tuple[int, float]], *, columns: int, largest: float) -> str:
+    """Return the coordinates of values by column."""
+    step, height = (_WIDTH - 6) / (columns - 1), _HEIGHT - 6
+    return " ".join(f"{3 + step * n:.1f},{3 + height - height * value / largest:.1f}" for n, value in values)
 
 
 @cache

@@ -112,8 +112,11 @@ def test_reports_of_different_suites_are_compared_with_a_caution() -> None:
 def test_the_gravest_verdict_and_trends() -> None:
     assert gravest({"pass": 9, "waived": 1, "unsupported": 3}) == "waived"
     assert gravest({}) == ""
-    assert trend([1.0, None]) == ""
-    assert "1 none 2" in trend([1.0, None, 2.0])
+    assert trend([1.0, None], ["cpu", "cpu"]) == ""
+    assert "<title>cpu 1 2</title>" in trend([1.0, None, 2.0], ["cpu"] * 3)
+    both = trend([1.0, 8.0, 2.0, 8.0], ["cpu", "sim", "cpu", "sim"])
+    assert "<title>cpu 1 2; sim 8 8</title>" in both
+    assert (both.count("<polyline"), both.count("dasharray")) == (2, 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

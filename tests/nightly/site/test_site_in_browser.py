@@ -19,6 +19,7 @@ from tests.support.page_checks import OPEN, texts_beyond_the_window, texts_of_lo
 WIDE, NARROW = 1400, 400
 MINORS = range(6, 16)
 FAILING = range(10, 13)
+LINES = "[...document.querySelector('#trends svg').querySelectorAll('polyline')].map(e => e.getAttribute('points'))"
 MAX_S, MAX_BYTES = 60.0, 5e6
 
 
@@ -93,7 +94,7 @@ def test_any_two_columns_are_compared_in_both_directions(window: Browser, site: 
     assert window.errors() == []
 
 
-def test_trends_have_all_columns(window: Browser, site: Path) -> None:
+def test_trends_have_all_versions_and_a_line_for_each_device(window: Browser, site: Path) -> None:
     window.open(site, width=WIDE)
-    points: str = window.run("return document.querySelector('#trends polyline').getAttribute('points')")
-    assert len(points.split()) == 2 * len(MINORS)
+    lines: list[str] = window.run(f"return {LINES}")
+    assert [len(points.split()) for points in lines] == [len(MINORS)] * 2
