@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from conformance.run.store import RecordStore
 from conformance.subjects import keeping
 from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.measuring import uninitialised_is_nan
+from conformance.subjects.packages import versions_of
 from conformance.subjects.running import SubjectRuns
 from tests.support.no_pools import NoPools
 from tests.support.sample_reports import case, report
@@ -170,3 +172,7 @@ def test_the_headline_tells_the_ingredients_of_the_suite() -> None:
 def test_a_blind_trainer_is_told() -> None:
     assert TRAINER.blind_to == ["stale-shard on dp2-fp32-default-full"]
     assert list(trainer_lines(TRAINER))[-1].endswith("these verdicts do not count")
+
+
+def test_packages_are_those_of_the_function_of_a_partial() -> None:
+    assert [*versions_of([partial(msgspec.json.decode, strict=False)])] == ["torch", "msgspec"]
