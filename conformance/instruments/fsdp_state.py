@@ -46,9 +46,8 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
 def managed_parameters(model: nn.Module) -> frozenset[int]:
     """Return Python's ids of the sharded parameters that FSDP2 manages.
 
-    Until the first forward pass one that was put in the place of another since the model was sharded, as by
-    `load_state_dict(assign=True)`, counts like that. Raises RuntimeError for a version of torch whose FSDP keeps them
-    elsewhere.
+    One that was put in the place of another since the model was sharded counts, too: FSDP2 takes it over before the
+    first forward pass. Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
     """
     with private_state("the parameters of its groups"):
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]

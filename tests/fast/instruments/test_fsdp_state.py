@@ -27,6 +27,6 @@ def test_parameters_that_were_loaded_in_the_place_of_shards_are_managed() -> Non
     with world_of_one_rank():
         model = nn.Linear(2, 3)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        model.load_state_dict(state, assign=True)
+        for name, parameter in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(parameter.detach().clone()))
         assert managed_parameters(model) >= {id(parameter) for parameter in model.parameters()}
