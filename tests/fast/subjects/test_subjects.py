@@ -155,6 +155,15 @@ def test_verdicts_are_kept_and_shown(kept: dict[str, keeping.KeptSubject]) -> No
     assert "- other fails loss on hsdp2x2-fp32-default-full: rank 1 raised" in lines
 
 
+def test_a_session_without_faults_leaves_those_that_are_kept(kept: dict[str, keeping.KeptSubject]) -> None:
+    untried = msgspec.structs.replace(TRAINER, faults=[])
+    others = msgspec.structs.replace(untried, versions={"other": "2.0"})
+    keeping.keep(report(case("loss/other/dp2-fp32-default-full"), trainer=untried))
+    assert keeping.read_kept()["other"].faults == kept["other"].faults
+    keeping.keep(report(case("loss/other/dp2-fp32-default-full"), trainer=others))
+    assert keeping.read_kept()["other"].faults == {}
+
+
 def test_the_headline_tells_the_ingredients_of_the_suite() -> None:
     policy = RunPolicy(cell="a", matmul_dtypes=[], gradient_dtypes=[], reductions=[], reference_dtype="fp64")
 
