@@ -33,6 +33,7 @@ class KeptSubject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     faults: dict[str, dict[str, list[str]]]
     """Laws that see a fault, by cell and fault, in the last session with these versions that tried faults."""
     duration_s: float
+    """Duration of that session, or of one without faults if none has tried any."""
 
 
 def keep(report: Report) -> Path:
@@ -49,31 +50,35 @@ def keep(report: Report) -> Path:
             reasons.setdefault(case.law, {})[case.cell] = case.reason
     DIRECTORY.mkdir(exist_ok=True)
     file = DIRECTORY / f"{report.trainer.name.rpartition(':')[2]}.json"
+    faults, duration_s = _faults(report, report.trainer, file)
     kept = KeptSubject(
         subject=report.trainer.given,
         versions=report.trainer.versions,
         shims=report.trainer.shims,
         laws=laws,
         reasons=reasons,
-        faults=_faults(report.trainer, file),
-        duration_s=report.duration_s,
+        faults=faults,
+        duration_s=duration_s,
     )
     file.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     return file
 
 
-def _faults(trainer: TrainerFacts, file: Path) -> dict[str, dict[str, list[str]]]:
-    """Return the laws that see each fault; of a session without faults those that a file has kept, by present ids."""
+def _faults(report: Report, trainer: TrainerFacts, file: Path) -> tuple[dict[str, dict[str, list[str]]], float]:
+    """Return the laws that see each fault, and the duration of the session that has tried them.
+
+    Of a session without faults those that a file has kept for the same versions, by present ids.
+    """
     faults: dict[str, dict[str, list[str]]] = {}
     for seen in trainer.faults:
         faults.setdefault(seen.cell, {})[seen.fault] = seen.laws
-    if faults or not file.exists():
-        return faults
-    former = _read(file)
-    if former.versions != trainer.versions:
-        return {}
+    if faults or not file.exists() or (former := _read(file)).versions != trainer.versions:
+        return faults, report.duration_s
     ids = {defect.id for defect in defects()}
-    return {cell: {fault: laws for fault, laws in told.items() if fault in ids} for cell, told in former.faults.items()}
+    faults = {
+        cell: {fault: laws for fault, laws in told.items() if fault in ids} for cell, told in former.faults.items()
+    }
+    return faults, former.duration_s
 
 
 def _read(file: Path) -> KeptSubject:
