@@ -71,9 +71,17 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
 class SizesOfBlocks(Protocol):
     """Sizes of a model that tensor parallelism cuts into equal parts."""
 
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the hidden layer of the feed-forward network."""
 
 
 def check_blocks_fit(model: SizesOfBlocks, *, tp: int) -> None:

@@ -98,9 +98,7 @@ class _Traffic:
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         self.events: list[Event] = []
         self._config, self._tp = config, dims.tp
-        self._norms = [
-            prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and is_norm(name)
-        ]
+        self._norms = [prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and is_norm(name)]
         """Elements of the norms of a block."""
         self._policy = dtype_policy(config.precision)
         batch = config.data.global_batch_size // (dims.dp * config.accumulation)

@@ -78,7 +78,9 @@ class _Family:
     norms: tuple[str, ...] = ()
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _ATTENTION_BIAS)
     """Modules with a bias, by the setting that says so."""
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    biased: tuple[str, ...] = ()
+    """Modules that always have a bias."""
+    sizes: dict[str, str] = field(default_factory=dict)
     """Sizes with another setting than `_SIZES` has."""
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Settings whose product is a size of `Experts`."""
@@ -90,19 +92,21 @@ class _Family:
     """Whether a file that brings code of its own has this structure, since transformers has adopted the code."""
 
 
-def _experts(number: str, ffn_dim: str, *shared: str) -> dict[str, tuple[str, ...]]:
-    sizes = {"number": (number,), "active": ("num_experts_per_tok",), "ffn_dim": (ffn_dim,)}
+def _experts(ffn_dim: str, *shared: str) -> dict[str, tuple[str, ...]]:
+    sizes = {"number": ("num_local_experts",), "active": ("num_experts_per_tok",), "ffn_dim": (ffn_dim,)}
     return sizes | ({"shared_ffn_dim": shared} if shared else {})
 
 
+_ALIASES = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+"""Names of one setting: transformers has written some families with two of them."""
 _LLAMA = _Family(biases=_ATTENTION_BIAS | {"mlp_bias": ("w1", "w2", "w3")})
 _FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _Family(biases={}),
-    "MixtralForCausalLM": _Family(biases={}, experts=_experts("num_local_experts", "intermediate_size")),
-    "Qwen2ForCausalLM": _Family(biases={"attention_bias": ("wq", "wk", "wv")}, defaults={"attention_bias": True}),
+    "MixtralForCausalLM": _Family(biases={}, experts=_experts("intermediate_size")),
+    "Qwen2ForCausalLM": _Family(biases={}, biased=("wq", "wk", "wv")),
     "Qwen3ForCausalLM": _Family(norms=_OF_HEADS, defaults={"head_dim": 128}),
-    "Qwen3MoeForCausalLM": _Family(norms=_OF_HEADS, experts=_experts("num_experts", "moe_intermediate_size")),
+    "Qwen3MoeForCausalLM": _Family(norms=_OF_HEADS, experts=_experts("moe_intermediate_size")),
     "GemmaForCausalLM": _Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
     "Gemma2ForCausalLM": _Family(norms=_AROUND, defaults={"head_dim": 256, "tie_word_embeddings": True}),
     "Gemma3ForCausalLM": _Family(
@@ -116,19 +120,19 @@ _FAMILIES = {
         },
     ),
     "GptOssForCausalLM": _Family(
-        biases={"attention_bias": ("wq", "wk", "wv", "wo", "router", "experts")},
-        experts=_experts("num_local_experts", "intermediate_size"),
+        biased=("router", "experts"),
+        experts=_experts("intermediate_size"),
         sinks=True,
         defaults={"attention_bias": True, "head_dim": 64},
     ),
     "Llama4ForCausalLM": _Family(
         sizes={"ffn_dim": "intermediate_size_mlp"},
-        experts=_experts("num_local_experts", "intermediate_size", "intermediate_size"),
+        experts=_experts("intermediate_size", "intermediate_size"),
         defaults={"head_dim": 128},
     ),
     "DeepseekV3ForCausalLM": _Family(
         biases={"attention_bias": ("wq_a", "wkv_a", "wo")},
-        experts=_experts("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "moe_intermediate_size"),
+        experts=_experts("moe_intermediate_size", "n_shared_experts", "moe_intermediate_size"),
         latents=True,
         adopted_code=True,
     ),
@@ -138,6 +142,8 @@ _TEXT_PARTS = {
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
 }
 """Architectures whose decoder stands in `text_config`, beside encoders of other media."""
+ARCHITECTURES = (*_FAMILIES, *_TEXT_PARTS)
+"""Architectures that are read."""
 _NOT_COUNTED = {
     "vision_config": "the encoder of images (vision_config)",
     "num_nextn_predict_layers": "layers that predict further tokens (num_nextn_predict_layers)",
@@ -156,7 +162,8 @@ def decoder_sizes(document: Document) -> Document:
     text = _section(document, "text_config") if name in _TEXT_PARTS else document
     known = {key: value for key, value in text.data.items() if key in _Settings.__struct_fields__}
     stored = msgspec.structs.asdict(convert(replace(text, data=known), _Settings))
-    settings = dict(family.defaults) | {key: value for key, value in stored.items() if value is not None}
+    settings = dict(family.defaults)
+    settings |= {_ALIASES.get(key, key): value for key, value in stored.items() if value is not None}
     if family is _LLAMA and "num_attention_heads" in settings:
         settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     names = _SIZES | family.sizes | (_LATENTS if family.latents else {})
@@ -170,10 +177,10 @@ def decoder_sizes(document: Document) -> Document:
 
 def _architecture(document: Document) -> str:
     """Return the architecture of the file. Raises ConfigError unless it is a known one."""
-    given, known = document.data.get("architectures"), (*_FAMILIES, *_TEXT_PARTS)
+    given = document.data.get("architectures")
     name = given[0] if isinstance(given, list) and len(given) == 1 else given
-    if name not in known:
-        problem = f"architectures {given}: a structure that is not known{allowed(str(name), known)}"
+    if name not in ARCHITECTURES:
+        problem = f"architectures {given}: a structure that is not known{allowed(str(name), ARCHITECTURES)}"
         raise document.error("$.architectures", f"{problem}; or write the sizes into a .yaml")
     return str(name)
 
@@ -205,7 +212,7 @@ def _sizes(family: _Family, settings: Mapping[str, Any]) -> dict[str, Any]:
         **{ours: settings[theirs] for ours, theirs in (_SIZES | family.sizes).items()},
         **{ours: settings[theirs] for ours, theirs in _OPTIONAL.items() if theirs in settings},
         "norms": list(family.norms),
-        "biases": [module for modules in biased for module in modules],
+        "biases": [module for modules in (family.biased, *biased) for module in modules],
         "sinks": family.sinks,
     }
     if family.latents:

@@ -1,12 +1,10 @@
-"""Memory and traffic of a model of any size on a mesh of any size, and the settings that fit a device.
+"""Memory and traffic of a model of any size on a mesh of any size.
 
 Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
 with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
-import re
 from collections.abc import Sequence
-from itertools import product
 from typing import Literal, get_args
 
 import msgspec
@@ -17,12 +15,13 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import memory_walk, pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
-from conformance.oracles.tp_schedule import shards
 from conformance.oracles.schedule import Event
+from conformance.oracles.tp_schedule import shards
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
 from conformance.sizing.activations import KEPT, estimated_profile, estimated_stages_profile, kept_for_backward
 from conformance.sizing.decoder import Decoder, Workload
+from conformance.sizing.fixed_costs import FixedCost, fixed_costs
 from conformance.sizing.models import read_model
 from reference_trainer.checks import UsageError, require
 from reference_trainer.config import DataConfig, MeshConfig, TrainerConfig
@@ -56,7 +55,6 @@ _LARGEST = 2**40
 """Largest number of samples, micro-batches or tokens: their products fit into 64 bits."""
 _AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _FP32_BYTES = 4
-_UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +77,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     activation_checkpointing: str = "none"
     groups: str = "blocks-and-ends"
     """Grouping of embedding, norm and output, see `TrainerConfig.grouping`."""
+    fixed_costs: str | None = None
+    """Size such as `2GiB` in place of the ranges of `fixed_costs`."""
     overrides: Sequence[str] = ()
     """`field=value` laid over the model's file, such as `n_layers=48`."""
 
@@ -159,6 +159,8 @@ class Prediction(msgspec.Struct, frozen=True):
     """Estimate of the activations that are kept for backward."""
     traffic: list[PhaseTraffic]
     """Collectives that a rank issues in a step, and transfers between stages (`send`), in the order of phases."""
+    fixed_costs: list[FixedCost]
+    """Memory of a CUDA device that no phase has."""
     notes: list[str]
     """Assumptions about this model."""
 
@@ -173,11 +175,12 @@ def prediction(request: Request) -> Prediction:
     memories = [_stage_memory(workload, stage) for stage in range(dims.pp)]
     peaks = [peak_bytes(memory) for memory in memories]
     stage = peaks.index(max(peaks))
+    shapes = stage_shapes(workload, stage)
     return Prediction(
         parameters=decoder.parameters,
         active_parameters=decoder.active_parameters,
         ranks=dims.world_size,
-        state_bytes=state_bytes(workload.config, dims, stage_shapes(workload, stage)),
+        state_bytes=state_bytes(workload.config, dims, shapes),
         buffer_bytes=buffer_bytes(decoder),
         stage=stage,
         stage_peaks_bytes=peaks,
@@ -185,6 +188,7 @@ def prediction(request: Request) -> Prediction:
         phases=memories[stage],
         activation_bytes=kept_for_backward(_profile(workload, stage)),
         traffic=_traffic(workload, stage),
+        fixed_costs=fixed_costs(workload, shapes, given=request.fixed_costs),
         notes=_notes(workload),
     )
 
@@ -362,61 +366,3 @@ def _reshard(text: str) -> str | int | dict[str, str | int]:
 def buffer_bytes(decoder: Decoder) -> int:
     """Return the size of the RoPE table: cosines and sines in fp32."""
     return 2 * decoder.max_seq_len * decoder.rope_width // 2 * _FP32_BYTES
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """Alternative reshard mode and activation checkpointing, with the memory that they need."""
-
-    reshard: str
-    activation_checkpointing: str
-    peak_bytes: int
-    left_bytes: int
-    """Memory of the device above the peak; negative if the setting does not fit."""
-
-
-class DeviceFit(msgspec.Struct, frozen=True):
-    """Room that a prediction leaves on a device."""
-
-    device_bytes: int
-    phase: str
-    """Phase with the largest peak."""
-    left_bytes: int
-    """Memory of the device above that peak; negative if the model does not fit."""
-    tried: list[Setting]
-    """Other settings, from the fastest to the least memory; none if the model fits."""
-
-    @property
-    def fits(self) -> bool:
-        """True if no phase needs more than the device has."""
-        return self.left_bytes >= 0
-
-
-def parse_bytes(size: str) -> int:
-    """Return the bytes of a size such as `80GiB`. Raises UsageError for any other text, and for 0."""
-    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS_BYTES)})", size)
-    nbytes = int(float(match[1]) * _UNITS_BYTES[match[2]]) if match else 0
-    units = ", ".join(_UNITS_BYTES)
-    require(nbytes > 0, f"device memory {size}: write a number above 0 and a unit, one of {units}: 80GiB")
-    return nbytes
-
-
-def device_fit(request: Request, phases: dict[str, PhaseMemory], *, device_bytes: int) -> DeviceFit:
-    """Compare predicted `phases` with a device, and try other settings of the request if they do not fit.
-
-    Raises UsageError as `prediction` does.
-    """
-    phase, memory = max(phases.items(), key=lambda item: item[1].peak_bytes)
-    left_bytes = device_bytes - memory.peak_bytes
-    return DeviceFit(device_bytes, phase, left_bytes, [] if left_bytes >= 0 else _others(request, device_bytes))
-
-
-def _others(request: Request, device_bytes: int) -> list[Setting]:
-    """Return all combinations of reshard mode and checkpointing except the request's own."""
-    asked_for = (request.activation_checkpointing, request.reshard)
-    settings = []
-    for checkpointing, reshard in product(checkpointing_kinds(request), reshard_modes(request)):
-        if (checkpointing, reshard) != asked_for:
-            other = replace(request, reshard=reshard, activation_checkpointing=checkpointing)
-            other_peak_bytes = peak_bytes(phase_memory(configuration(other)))
-            settings.append(Setting(reshard, checkpointing, other_peak_bytes, device_bytes - other_peak_bytes))
-    return settings
