@@ -164,7 +164,7 @@ class Walk:
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
-        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes)
+        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes) if dims.tp > 1 else 0
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of shards of matrices, and of vectors, in the order of the optimizer."""
         self._is_stage = config.mesh.pp > 1
