@@ -73,7 +73,7 @@ class Operator(nn.Module):
 
 
 def fields(generator: torch.Generator) -> Fields:
-    """Return fields, and what became of them."""
+    """Return fields, before and after some time."""
     before = torch.randn(4, 1, GRID, GRID, generator=generator)
     return before, torch.cat([before.roll(1, 2), before.cumsum(3) / GRID], 1) + 0.1
 
