@@ -54,7 +54,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake], *, size: int) -> str:
-    """Return the section of a run: a table of verdicts, then mistakes with their first causes, and trainers without any.
+    """Return the section of a run: a table of verdicts, mistakes with their first causes, and trainers without any.
 
     `size` is the number of rows of the set, of which those that the run lacks are told.
     """
