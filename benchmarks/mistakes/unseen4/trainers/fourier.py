@@ -36,7 +36,7 @@ class SpectralConvolution(nn.Module):
         for rows, weight in ((slice(None, MODES), self.positive), (slice(-MODES, None), self.negative)):
             factor = torch.complex(weight[..., 0], weight[..., 1])
             changed[:, :, rows, :MODES] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, rows, :MODES], factor)
-        return torch.fft.irfft2(changed, s=x.shape[-2:], norm="ortho")
+        return cast("Tensor", torch.fft.irfft2(changed, s=x.shape[-2:], norm="ortho"))
 
 
 class Layer(nn.Module):
