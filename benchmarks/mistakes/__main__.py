@@ -187,16 +187,19 @@ def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake], *, size: int
         for row in rows.mistakes
     ]
     conformant = [
-        [row.name, "conformant" if row.is_right else f"**not**: {run.why.get(row.name, '?')} {_plain(row.text)}"]
+        [row.name, "conformant" if row.is_right else f"**not**: {run.why.get(row.name, '?')}; told: {_plain(row.text)}"]
         for row in rows.correct
     ]
     headers = ["id", "trainer", "mistake", "caught", "right first cause", "first cause as told"]
+    about_mistakes = [
+        f"{caught} of {len(rows.mistakes)} mistakes are caught, {right} with the right first cause.",
+        tabulate(table, headers=headers, tablefmt="github"),
+    ]
     return "\n\n".join(
         [
             f"### {run.title}",
             run.about + (f" **{missing} of the {size} rows were not judged.**" if missing else ""),
-            f"{caught} of {len(rows.mistakes)} mistakes are caught, {right} with the right first cause.",
-            tabulate(table, headers=headers, tablefmt="github"),
+            *(about_mistakes if known else ()),
             f"{sum(row.is_right for row in rows.correct)} of {len(rows.correct)} trainers without mistakes are "
             "conformant.",
             tabulate(conformant, headers=["trainer", "verdict"], tablefmt="github"),
