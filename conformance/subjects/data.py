@@ -14,10 +14,14 @@ IGNORED_LABEL = -100
 
 
 def micro_batches(subject: Subject, workload: Workload, *, step: int, data_rank: int) -> list[Batch]:
-    """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else."""
+    """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else.
+
+    Of uneven ones the last of every second rank is halved: a loop that joins them and splits the result by size makes
+    as many of them on each rank, whose collectives would not fit otherwise.
+    """
     training_step = step // len(turns_of(subject))
     made = [_batch(subject, training_step, data_rank, index) for index in range(workload.accumulation[step])]
-    return [halved(batch) for batch in made] if workload.uneven and data_rank % 2 else made
+    return [*made[:-1], halved(made[-1])] if workload.uneven and data_rank % 2 else made
 
 
 def all_micro_batches(subject: Subject, workload: Workload, *, step: int) -> list[Batch]:

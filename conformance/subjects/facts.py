@@ -62,7 +62,8 @@ class HeldMemory(msgspec.Struct, frozen=True):
     requested_bytes: int
     """Bytes that torch asked for, before the allocator rounds."""
     known_bytes: dict[str, int]
-    """Bytes on the device of the storages of `parameters`, `gradients`, `buffers` and of the `optimizer`'s state."""
+    """Bytes on the device of the storages of `parameters`, `gradients`, `buffers`, of the `optimizer`'s state, and of
+    all tensors that are `sharded`."""
     other_bytes: int
     """Bytes of all else."""
 

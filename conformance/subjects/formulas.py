@@ -31,8 +31,8 @@ Tensors = Mapping[str, Tensor]
 class StepTerms(msgspec.Struct, frozen=True):
     """Sizes of the micro-batches of one step, by data-parallel rank and micro-batch."""
 
-    counts: list[list[int]]
-    """Numbers by which losses count: labels that are not ignored, or samples."""
+    counts: list[list[float]]
+    """Numbers by which losses count: labels that are not ignored, samples, or their weights."""
     samples: list[list[int]]
     padded: list[list[int]]
     """Elements of the smallest tensor of the batch: labels, ignored ones included."""

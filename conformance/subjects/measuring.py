@@ -93,6 +93,7 @@ class SubjectRecorder:
         *,
         names: Collection[str],
         aliases: Collection[str],
+        last_step: int,
         begin: Callable[[Built], None],
         memory: MemoryLog,
         noted: Callable[[Collective], None] | None = None,
@@ -108,7 +109,7 @@ class SubjectRecorder:
         `memory` and `accelerator` have been there before the run was built.
         """
         self._begin, self._kept_in_fp32 = begin, frozenset(kept_in_fp32)
-        self._is_begun = False
+        self._is_begun, self._last_step = False, last_step
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         trained = {"is_trained": run.is_trained} if hasattr(run, "is_trained") else {}
         self._capture = Capture(named=self._named, **trained)
@@ -299,6 +300,8 @@ class SubjectRecorder:
             self._memory.hold(self._run.model, self._run.optimizer, step=self._step)
             if self.taps:
                 self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
+            if self._step == self._last_step:  # a loop may put other weights into its model at its end, as averages
+                self._capture.final(self._run.model, self._run.optimizer, parameters=self._sharded)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -356,10 +359,6 @@ class SubjectRecorder:
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
-        for module in run.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation after the last step leaves the root unsharded
-        self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()
         return SubjectFacts(

@@ -4,6 +4,7 @@ One log for all devices: an accelerator's caching allocator tells its statistics
 takes its place.
 """
 
+import functools
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.instruments import accelerators
@@ -28,6 +30,7 @@ _POLL_S, _CALM = 0.0005, 3
 """Time between looks at the memory of the CPU, and how many of them must see no change and no thread at work."""
 _LONGEST_WAIT_S = 0.5
 """Time after which threads that go on working have nothing to do with the run."""
+_CACHED = type(functools.cache(lambda: None))
 BUILD = -1
 """Number of the step before all steps, in which the model is built."""
 
@@ -178,7 +181,7 @@ class MemoryLog:
         gc.collect()
         self.memory.settle()
         requested_bytes = self.memory.held_bytes - self._before_bytes
-        kinds = dict(_state_tensors(model, optimizer))
+        kinds = dict(_state_tensors(model, optimizer)) | {"sharded": [*_sharded()]}
         known_bytes = {kind: _bytes(self._on_device(tensors)) for kind, tensors in kinds.items()}
         every = self._on_device(tensor for tensors in kinds.values() for tensor in tensors)
         counted = [storage for storage in every if self.memory.owns(storage)]
@@ -207,23 +210,44 @@ class MemoryLog:
 
 
 def _state_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the tensors of the state of training by kind; a module's other tensors count as its buffers."""
+    """Yield the tensors of the state of training by kind.
+
+    A module's other tensors count as its buffers, and so do those that a function keeps for its next call, such as a
+    mask, if they are no part of a graph.
+    """
     parameters = [*model.parameters()]
     yield "parameters", parameters
     yield "gradients", [parameter.grad for parameter in parameters if parameter.grad is not None]
-    attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    yield "buffers", [*model.buffers(), *attributes]
+    kept = _tensors([*map(_attributes, model.modules()), *_kept_by_functions()])
+    yield "buffers", [*model.buffers(), *(tensor for tensor in kept if not tensor.requires_grad)]
     yield "optimizer", [*_tensors(optimizer.state.values())]
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def _attributes(module: nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers")]
+
+
+def _kept_by_functions() -> Iterator[object]:
+    """Yield the results that functions with a cache of `functools` keep."""
+    for each in gc.get_objects():
+        if type(each) is _CACHED:
+            yield gc.get_referents(each)
+
+
+def _sharded() -> Iterator[Tensor]:
+    """Yield all tensors that are sharded, such as moving averages of the parameters."""
+    for each in gc.get_objects():
+        if type(each) is DTensor and any(hasattr(placement, "dim") for placement in each.placements):
+            yield each
+
+
+def _tensors(values: Iterable[object], *, depth: int = 5) -> Iterator[Tensor]:
+    """Yield the tensors in containers that are nested no deeper; they may contain themselves."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+        elif isinstance(value, Mapping | list | tuple) and depth:
+            yield from _tensors(value.values() if isinstance(value, Mapping) else value, depth=depth - 1)
 
 
 def _bytes(storages: Iterable[torch.UntypedStorage]) -> int:

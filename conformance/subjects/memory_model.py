@@ -107,7 +107,8 @@ class _Own:
         self.held_bytes = activations.held_bytes
         self.backward_bytes = activations.backward_bytes
         self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
-        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
+        kept = max(after["buffers"] - before["buffers"], 0)  # such as a mask that is made by the first step
+        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + kept + (facts.batch_bytes if on_device else 0)
         sharded = sum(group.trained_shard_bytes for group in facts.groups)
         ignored = sum(shard_bytes(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
         self.trained_bytes = sharded + ignored

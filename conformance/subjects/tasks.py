@@ -1,5 +1,6 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -34,8 +35,8 @@ from conformance.subjects.activations import activation_memory
 from conformance.subjects.cells import Accumulation, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
-from conformance.subjects.decorated import load_subject
-from conformance.subjects.evidence import FP32_FACTOR
+from conformance.subjects.decorated import clip_with_torch, load_subject
+from conformance.subjects.evidence import FP32_FACTOR, TORCH_ADDS
 from conformance.subjects.expectation import write_expected_steps
 from conformance.subjects.facts import (
     DescribeJob,
@@ -142,6 +143,9 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
+    if _may_clip_exactly(subject, max_norm) and TORCH_ADDS / min(exact.norms) > min(each.overall for each in gradients):
+        train_in = partial(train, subject, job.workload, dtype=torch.float32, order=0, max_norm=max_norm)
+        noisy.append(train_in(clips_exactly=True))
     if noisy:
         by_gradients = [
             own_errors([run.gradients[step] for run in noisy], exact.gradients[step], None) for step in steps
@@ -245,6 +249,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             run,
             names=job.names,
             aliases=job.aliases,
+            last_step=len(job.cell.accumulation) - 1,
             begin=partial(_begin, job, device, uninitialised, lines, memory),
             memory=memory,
             noted=LastCollective(Path(job.directory), rank=context.rank).note,
@@ -426,6 +431,11 @@ def _limit(subject: Subject, exact: Trajectory) -> float:
 def _trains_in_bf16(subject: Subject) -> bool:
     cells = map(subject_cell, TRAINER_CELLS)
     return any(cell.precision == "bf16" and subject.unsupported(cell) is None for cell in cells)
+
+
+def _may_clip_exactly(subject: Subject, max_norm: float) -> bool:
+    """Return whether gradients may be clipped by another function than torch's, which adds a little to the norm."""
+    return getattr(subject, "clip", None) is not clip_with_torch and max_norm < math.inf
 
 
 class _Bf16(NamedTuple):

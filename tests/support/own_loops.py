@@ -154,6 +154,24 @@ class OwnClip(Trainer):
         self.scale_down(total(squares).sqrt())
 
 
+class Averages(OwnClip):
+    """Trainer with two moving averages, whose clipping adds nothing to the norm."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.averages = {share: [p.detach().clone() for p in self.model.parameters()] for share in (0.5, 0.1)}
+
+    def scale_down(self, norm: Tensor) -> None:
+        torch._foreach_mul_(self.gradients(), float((self.max_norm / norm).clamp(max=1.0)))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        super().update()
+        for share, average in self.averages.items():
+            for kept, parameter in zip(average, self.model.parameters(), strict=True):
+                kept.lerp_(parameter, share)
+
+
 class LocalClip(Trainer):
     def clip(self) -> None:
         self.scale_down(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
@@ -379,6 +397,27 @@ def resumed_schedule(config: LoopConfig) -> Iterator[Any]:
         yield made.train_step(micro_batches)
     if config.save_to:
         torch.save({name: each.state_dict() for name, each in named.items()}, config.save_to / f"{dist.get_rank()}")
+
+
+@own_loop(model=Net, batch=batch, loss=loss)
+def averaged_at_the_end(config: LoopConfig) -> Iterator[Any]:
+    """Train, tell losses on the last rank alone, and leave a moving average of the weights in the model."""
+    made = Averages(config)
+    for micro_batches in config.steps:
+        logged = made.train_step(micro_batches)
+        yield logged if dist.get_rank() == dist.get_world_size() - 1 else None
+    with torch.no_grad():
+        for average, parameter in zip(made.averages[0.5], made.model.parameters(), strict=True):
+            parameter.copy_(average)
+
+
+@own_loop(model=Net, batch=batch, loss=loss)
+def split_by_size(config: LoopConfig) -> Iterator[Any]:
+    """Train on the batch of each step in micro-batches of four samples."""
+    made = Trainer(config)
+    for joined in config.joined_steps:
+        parts = zip(*(tensor.split(4) for tensor in joined.values()), strict=True)
+        yield made.train_step([dict(zip(joined, part, strict=True)) for part in parts])
 
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)

@@ -23,14 +23,17 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     reference=FULLY_SHARD,
 )
 def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
-    """Besides the state of training (shards, buffers, gradients, the optimizer's state) a device MUST hold no more than
-    a second copy of its shards when the model is built, and after each step no more than then. Where parameters are
-    offloaded, they, their gradients and the optimizer's state MUST NOT be on the accelerator.
+    """Besides the state of training (shards, buffers, gradients, the optimizer's state, and other tensors that are
+    sharded) a device MUST hold no more than a second copy of its shards when the model is built, and after each step no
+    more than then. Where parameters are offloaded, they, their gradients and the optimizer's state MUST NOT be on the
+    accelerator.
 
     Wrong if full weights stay after they were sharded, or a group stays gathered.
 
-    Room for one more copy of the shards is for masters in another dtype or a moving average, which are sharded like the
-    parameters; an unsharded model is at least two copies. A step may leave the tensors that variables of its loop still
+    Sharded tensors are what they should be, however many: moving averages, a frozen teacher. Room for one more copy of
+    the shards is for local tensors, such as masters in another dtype; an unsharded model is at least two copies. What a
+    module or a cached function keeps for its next call, such as a mask, counts as a buffer; `memory-of-steps` finds it
+    if it grows. A step may leave the tensors that variables of its loop still
     name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
     loop takes the steps. A trainer's own loop has read its first micro-batches before the model is seen, and may hold
     its dataset.

@@ -1,0 +1,54 @@
+"""State of a model that advances with each call, whatever the data: a count of calls, an iteration of spectral norm.
+
+A rank calls its model for its own micro-batches. One process calls it for those of all ranks, and would be further on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from conformance.subjects.protocol import Batch
+
+Buffers = Mapping[str, Tensor]
+
+
+def buffers_of(model: nn.Module, names: Iterable[str] | None = None) -> Buffers:
+    """Return copies of a model's buffers, of all or of those with some names."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name].clone() for name in (buffers if names is None else names)}
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, kept: Buffers) -> None:
+    """Copy buffers into those of a model with the same names."""
+    buffers = dict(model.named_buffers())
+    for name, tensor in kept.items():
+        buffers[name].copy_(tensor)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Open a context after which a model's buffers are as they were before."""
+    kept = buffers_of(model)
+    try:
+        yield
+    finally:
+        put_back(model, kept)
+
+
+def advancing_buffers(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]
+) -> list[str]:
+    """Return the buffers that a call changes, and changes alike for two micro-batches, the first and the last one."""
+    before = buffers_of(model)
+    after: list[Buffers] = []
+    for batch in (batches[0], batches[-1]) if before else ():
+        with buffers_kept(model), torch.no_grad():
+            loss(model, batch)
+            after.append(buffers_of(model))
+        if all(torch.equal(after[0][name], tensor) for name, tensor in before.items()):
+            return []
+    changed = [name for name, tensor in before.items() if not torch.equal(after[0][name], tensor)]
+    return [name for name in changed if torch.equal(*(each[name] for each in after))]
