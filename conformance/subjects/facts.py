@@ -235,6 +235,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    autocast_activations: list[ActivationMemory] = []
+    """Memory of a micro-batch under torch's autocast to bf16, by data-parallel rank; empty if nothing is in bf16."""
     bf16_activations: list[ActivationMemory] = []
     """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty where nothing computes in bf16."""
     bf16_updates: list[OwnErrors] = []

@@ -4,7 +4,8 @@ All bytes are of one rank and above those that it holds before the step. FSDP2's
 torch/distributed/fsdp/_fully_shard: the output of an all-gather, the unsharded parameters that are copied out of it,
 the unsharded gradients, the input of a reduce-scatter and its output.
 
-- Activations: those of one process for the same micro-batch, in the dtype of the cell, under the same ledger. Of a
+- Activations: those of one process for the same micro-batch, in the dtype of the cell, under the same ledger; under
+  torch's autocast in bf16 where FSDP2 does not cast the parameters. Of a
   model that one process cannot cast as FSDP2 does, each tensor is there in bf16, in fp32, or in both: at most 3/2 of
   those in fp32. Where ranks exchange samples (all-to-all, as for experts) a rank may be given those of all ranks.
 - With tensor parallelism a rank holds what autograd saves in its own run, whose sizes are those of its layout: a fault
@@ -128,11 +129,18 @@ def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> Activati
     known, in_bf16 = evidence.reference.facts, evidence.cell.precision == "bf16"
     exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
     samples = evidence.cell.world_size if exchanged else 1
-    if in_bf16 and known.bf16_activations:
+    if in_bf16 and not _gathers_in_bf16(facts):
+        alone = _scaled(known.autocast_activations[facts.data_rank], samples)
+    elif in_bf16 and known.bf16_activations:
         alone = _scaled(known.bf16_activations[facts.data_rank], samples)
     else:
         alone = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
     return _on_one_rank(alone, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else alone
+
+
+def _gathers_in_bf16(facts: SubjectFacts) -> bool:
+    """Return whether FSDP2 casts parameters: a run in bf16 in which it does not is torch's autocast's."""
+    return any(entry.is_of_fsdp and (entry.kind, entry.dtype) == (GATHER, "bfloat16") for entry in facts.collectives)
 
 
 def _on_one_rank(alone: ActivationMemory, saved_bytes: int) -> ActivationMemory:

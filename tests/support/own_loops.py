@@ -1,5 +1,6 @@
 """Own loops of the tests: some that are right, each in its own way, and some that are wrong in one thing each."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -170,6 +171,11 @@ class Averages(OwnClip):
         for share, average in self.averages.items():
             for kept, parameter in zip(average, self.model.parameters(), strict=True):
                 kept.lerp_(parameter, share)
+
+
+class Unclipped(Trainer):
+    def clip(self) -> None:
+        pass
 
 
 class LocalClip(Trainer):
@@ -421,7 +427,7 @@ def split_by_size(config: LoopConfig) -> Iterator[Any]:
 
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
-other_model = loop(OtherModel)
+other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))

@@ -50,6 +50,7 @@ def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Ce
         ("other_model", set()),
         ("own_clip", {"gradient-norm"}),
         ("averaged_at_the_end", {"gradient-norm"}),
+        ("unclipped", {"gradient-norm"}),
         ("sync_always", set()),
         ("closure", {"loss"}),
         ("recomputed", set()),
