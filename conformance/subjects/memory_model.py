@@ -29,7 +29,7 @@ import torch
 
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
-from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
+from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups, gathers_between_steps
 from conformance.subjects.facts import ActivationMemory, AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
@@ -70,7 +70,8 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
         evidence, facts, besides=names
     )  # gloo's threads; those of FSDP's groups are in its buffers
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
-    yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + in_flight)
+    ahead = forward + _gathered_ahead_bytes(evidence, facts, step)
+    yield PhaseRoom("forward", ahead, ahead + own.forward_bytes + buffers.forward() + in_flight)
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
     most = max(own.backward_bytes + buffers.backward(), own.held_bytes + buffers.end_of_backward())
     yield PhaseRoom("backward", forward + own.held_bytes, backward + most + in_flight)
@@ -78,6 +79,16 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)
+
+
+def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes of what FSDP2 has gathered before forward, as by `unshard`, and of one all-gather's output."""
+    gathers = [
+        entry.nbytes * len(group.ranks)
+        for group in fsdp_groups(evidence.record, facts.rank)
+        for entry in gathers_between_steps(facts, group, step=step)
+    ]
+    return sum(gathers) + max(gathers, default=0)
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -176,6 +176,16 @@ class Averages(OwnClip):
 class Unclipped(Trainer):
     def clip(self) -> None:
         pass
+
+
+class GatheredAhead(Trainer):
+    """Trainer that gathers all groups before each step, without waiting."""
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+        return super().train_step(micro_batches)
 
 
 class LocalClip(Trainer):
@@ -428,6 +438,7 @@ def split_by_size(config: LoopConfig) -> Iterator[Any]:
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
+gathered_ahead = loop(GatheredAhead)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))

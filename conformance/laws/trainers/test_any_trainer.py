@@ -16,7 +16,8 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 @law("fsdp-is-on", of="any trainer", like="AXIS-1", where="world > 1", reference=FULLY_SHARD)
 def test_fsdp_is_on(evidence: Evidence) -> None:
     """Every parameter MUST be a DTensor that is sharded over ranks with different data, by FSDP2 or as experts are, or
-    one of the `ignored_params` of a module that FSDP2 shards; and parameters MUST be gathered in forward.
+    one of the `ignored_params` of a module that FSDP2 shards; and parameters MUST be gathered in forward, or by FSDP2
+    before it.
 
     Wrong if the wrapping has silently done nothing, or something else (DDP), or has left a layer out: all comparisons
     would hold.
@@ -49,7 +50,8 @@ def test_fsdp_is_on(evidence: Evidence) -> None:
 
 
 def _gathers_in_forward(facts: SubjectFacts) -> bool:
-    return any(entry.phase == "forward" and entry.kind == GATHER for entry in facts.collectives)
+    gathers = [entry for entry in facts.collectives if entry.kind == GATHER]
+    return any(entry.phase == "forward" or (entry.phase == "idle" and entry.is_of_fsdp) for entry in gathers)
 
 
 @law(

@@ -51,6 +51,7 @@ def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Ce
         ("own_clip", {"gradient-norm"}),
         ("averaged_at_the_end", {"gradient-norm"}),
         ("unclipped", {"gradient-norm"}),
+        ("gathered_ahead", set()),
         ("sync_always", set()),
         ("closure", {"loss"}),
         ("recomputed", set()),
