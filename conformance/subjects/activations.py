@@ -1,4 +1,4 @@
-"""Activations of a subject's model: the memory that one process needs for a micro-batch, which no trainer decides.
+"""Memory that one process needs for a micro-batch, and for a step of its optimizer, which no trainer decides.
 
 Measured with the ledger, or the allocator, that measures parallel runs, so that both leave out the same.
 """
@@ -146,3 +146,21 @@ def _bytes_of(outputs: object) -> int:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def optimizer_bytes(subject: Subject, workload: Workload, device: torch.device) -> int:
+    """Return the most bytes that an optimizer needs in a step on full tensors, besides its state."""
+    model = reference.initial_model(subject, tied=workload.tied).to(device)
+    memory, most = memory_of(device), 0
+    for turn in turns_of(subject):
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and turn.trains(name)]
+        torch.autograd.backward(turn.subject.loss(model, micro_batches(subject, workload, step=0, data_rank=0)[0]))
+        optimizer = turn.subject.make_optimizer(trained)
+        with memory.installed(), DispatchTap([], outcomes=memory.listeners):
+            optimizer.step()  # which makes the state
+            before = memory.held_bytes
+            memory.reset_peak()
+            optimizer.step()
+            most = max(most, memory.peak_bytes - before)
+        model.zero_grad()
+    return most

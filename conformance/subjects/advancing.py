@@ -9,7 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from conformance.subjects.protocol import Batch
+from conformance.subjects.cells import Workload
+from conformance.subjects.data import all_micro_batches, micro_batches
+from conformance.subjects.protocol import Batch, Subject
+from conformance.subjects.turns import turn_of
 
 Buffers = Mapping[str, Tensor]
 
@@ -52,3 +55,27 @@ def advancing_buffers(
             return []
     changed = [name for name, tensor in before.items() if not torch.equal(after[0][name], tensor)]
     return [name for name in changed if torch.equal(*(each[name] for each in after))]
+
+
+@torch.no_grad()
+def model_at(
+    model: nn.Module, subject: Subject, workload: Workload, *, step: int, weights: Mapping[str, Tensor]
+) -> list[str]:
+    """Give a model, in fp32, the weights and the advanced buffers with which a step of a run begins.
+
+    `weights` are those of the run, by `stepN/NAME`. Returns the names of the buffers that advance.
+    """
+
+    def load(number: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[f"step{number}/{name}"])
+
+    load(0)
+    first = all_micro_batches(subject, workload, step=0)
+    advancing = advancing_buffers(model, turn_of(subject, 0).subject.loss, first)
+    for earlier in range(step) if advancing else ():
+        load(earlier)
+        for batch in micro_batches(subject, workload, step=earlier, data_rank=0):
+            turn_of(subject, earlier).subject.loss(model, batch)
+    load(step)
+    return advancing

@@ -235,6 +235,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    optimizer_bytes: int = 0
+    """Most bytes that the optimizer needs in a step on full tensors, besides its state."""
     autocast_activations: list[ActivationMemory] = []
     """Memory of a micro-batch under torch's autocast to bf16, by data-parallel rank; empty if nothing is in bf16."""
     bf16_activations: list[ActivationMemory] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from conformance.instruments.tensor_file import write_tensors
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects import reference
+from conformance.subjects.advancing import buffers_of, model_at, put_back
 from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors, to_dtype
 from conformance.subjects.facts import StepsJob
 from conformance.subjects.protocol import Batch, Subject
@@ -59,15 +60,17 @@ def _terms(
 ) -> tuple[dict[str, Tensor], list[StepTerms]]:
     workload, written, facts = job.cell.workload, dict[str, Tensor](), []
     for step in range(len(job.cell.accumulation)):
-        model = _model_at(subject, job, weights, step, dtype)
+        model, advancing = _model_at(subject, job, weights, step, dtype)
         if model is None:
             break  # an earlier step is wrong
         batches = [micro_batches(subject, workload, step=step, data_rank=rank) for rank in range(workload.data_ranks)]
+        before = buffers_of(model, advancing)
         for rank, own in enumerate(batches):
+            put_back(model, before)
             for index, batch in enumerate(own):
                 gradients = _gradients(turn_of(subject, step), model, batch, dtype)
                 written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
-        stale = _model_at(subject, job, weights, step - 1, dtype) if step else None
+        stale = _model_at(subject, job, weights, step - 1, dtype)[0] if step else None
         turn, turn_before = turn_of(subject, step), turn_of(subject, step - 1)
         if stale is not None:
             for batch in all_micro_batches(subject, workload, step=step):
@@ -87,13 +90,14 @@ def _terms(
     return written, facts
 
 
-def _model_at(subject: Subject, job: StepsJob, weights: Tensors, step: int, dtype: torch.dtype) -> nn.Module | None:
-    """Return the model with the weights of the run before a step; None if they are not finite."""
-    model = reference.promoted(reference.initial_model(subject, tied=job.cell.tied), dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[f"step{step}/{name}"])
-    return model if all(bool(parameter.isfinite().all()) for parameter in model.parameters()) else None
+def _model_at(
+    subject: Subject, job: StepsJob, weights: Tensors, step: int, dtype: torch.dtype
+) -> tuple[nn.Module | None, Sequence[str]]:
+    """Return the model as it is before a step, None if its weights are not finite, and the buffers that advance."""
+    model = reference.initial_model(subject, tied=job.cell.tied)
+    advancing = model_at(model, subject, job.cell.workload, step=step, weights=weights)
+    is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    return reference.promoted(model, dtype) if is_finite else None, advancing
 
 
 def _add(written: dict[str, Tensor], prefix: str, gradients: Tensors) -> None:

@@ -20,6 +20,7 @@ the unsharded gradients, the input of a reduce-scatter and its output.
 - In a step of several micro-batches all groups may stay unsharded, and all gradients may wait unsharded for the last.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -77,8 +78,21 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     yield PhaseRoom("backward", forward + own.held_bytes, backward + most + in_flight)
     clip = others + own.gradient_bytes
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
-    state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
+    state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes + _full_tensors_bytes(evidence, facts, step)
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)
+
+
+def _full_tensors_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes for an optimizer that gathers tensors to compute with them, as Muon and Shampoo do.
+
+    They are those of a step in one process, beside the output of a gather, and the full tensor made of it.
+    """
+    known = evidence.reference.facts
+    issued = [each for each in facts.collectives if (each.step, each.phase) == (step, "optimizer")]
+    if not any(each.numel > len(known.parameters) for each in issued):
+        return 0
+    largest = max(math.prod(each.shape) * _itemsize(each) for each in facts.parameters.values() if each.is_trained)
+    return known.optimizer_bytes + 2 * largest
 
 
 def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
@@ -131,8 +145,12 @@ class _Own:
 
 def shard_bytes(parameter: ShardedParameter) -> int:
     """Return the bytes of a rank's shard of a parameter that FSDP2 leaves alone."""
+    return parameter.local_numel * _itemsize(parameter)
+
+
+def _itemsize(parameter: ShardedParameter) -> int:
     dtype: torch.dtype = getattr(torch, parameter.dtype)
-    return parameter.local_numel * dtype.itemsize
+    return dtype.itemsize
 
 
 def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:

@@ -152,7 +152,7 @@ class _Probe:
         if halves is None or halves.deviation:
             raise SubjectMistake(
                 f"what does a batch count by? its second tensor has {labels.numel()} integers for {samples(batch)} "
-                f"samples, and loss() does not take those that are {IGNORED_LABEL} for labels that are left out: declare "
+                f"samples, and loss() does not leave out those that are {IGNORED_LABEL}, as it does labels: declare "
                 "count=, a function of a batch, by whose sum the loop divides"
             )
 

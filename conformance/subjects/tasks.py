@@ -31,7 +31,7 @@ from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import AcceleratorLog
-from conformance.subjects.activations import activation_memory
+from conformance.subjects.activations import activation_memory, optimizer_bytes
 from conformance.subjects.cells import Accumulation, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
@@ -189,6 +189,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         activations=activation_memory(subject, job.workload, device, way="fp32"),
         bf16_activations=activation_memory(subject, job.workload, device, way="cast") if in_bf16 else [],
         autocast_activations=activation_memory(subject, job.workload, device, way="autocast") if in_bf16 else [],
+        optimizer_bytes=optimizer_bytes(subject, job.workload, device),
         varies=_varies(subject, job.workload),
         turns=len(turns),
         by_products=exact.by_products,
