@@ -30,8 +30,8 @@ def activation_memory(
 ) -> list[ActivationMemory]:
     """Return the memory of micro-batches by data-parallel rank, of each the most of all steps.
 
-    A model that refuses to be cast to bf16 has no activations to tell: an empty list. The device is that of the ranks, since an operator such as attention keeps other
-    tensors on another one.
+    A model that refuses to be cast to bf16 has no activations to tell: an empty list. The device is that of the ranks,
+    since an operator such as attention keeps other tensors on another one.
     """
     accelerators.allocate_workspaces(device)
     model = reference.initial_model(subject, tied=workload.tied).to(device)

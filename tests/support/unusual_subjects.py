@@ -1,6 +1,6 @@
 """Subjects that are right and unusual: parts that do not compute, are frozen, are left to no FSDP, or are shared."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy, gelu
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import AdamW, Optimizer
 
 from conformance.subjects import ParallelConfig, subject
@@ -271,52 +270,6 @@ class Counting(Model):
 
 
 counting = declare(model=Counting)(shard)
-
-
-class Annealed(Counting):
-    """Logits that grow with the number of forward passes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 - 0.5 * torch.exp(-self.passes / 4))  # type: ignore[no-any-return]
-
-
-annealed = declare(model=Annealed)(shard)
-
-
-class Iterated(Model):
-    """Blocks whose weights are divided by their largest singular value, which each pass iterates further."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.up, block.down = spectral_norm(block.up), spectral_norm(block.down)
-
-
-iterated = declare(model=Iterated)(shard)
-
-
-@cache
-def window(size: int, device: torch.device) -> Tensor:
-    """Weights that the first call makes, and later ones find."""
-    return torch.hann_window(size, periodic=False, device=device) + 0.5
-
-
-class Kept(Model):
-    """Tensors that a function and a module keep for the next call, in no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) not in self.tables:
-            angles = torch.arange(len(x), device=x.device)[:, None] * torch.ones(WIDTH, device=x.device)
-            self.tables[len(x)] = angles.cos(), angles.sin()
-        cosines, sines = self.tables[len(x)]
-        return super().forward(x * window(WIDTH, x.device) + 0.1 * cosines + 0.1 * sines)
-
-
-kept_between_calls = declare(model=Kept, precisions=["fp32"])(shard)
 
 
 # Shapes, layouts and dtypes

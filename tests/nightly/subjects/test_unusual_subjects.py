@@ -43,9 +43,6 @@ def test_experts_that_ranks_hold_some_of_are_conformant(
         ("sentinels", [DP2, META]),
         ("scratch", [DP2]),
         ("counting", [DP2]),
-        ("annealed", [DP2, ACCUMULATED]),
-        ("iterated", [DP2, ACCUMULATED]),
-        ("kept_between_calls", [DP2, UNEVEN]),
         ("odd_shapes", [DP2, HSDP]),
         ("columns", [DP2]),
         ("shared_block", [DP2]),
@@ -71,6 +68,19 @@ def test_experts_that_ranks_hold_some_of_are_conformant(
 )
 def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
     trainer = judged_trainer(pools, tmp_path, f"{UNUSUAL}:{name}", *(BY_ID[cell] for cell in cells))
+    assert trainer.is_conformant(), trainer.reasons()
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("annealed", [DP2, ACCUMULATED]),
+        ("iterated", [DP2, ACCUMULATED]),
+        ("kept_between_calls", [DP2, UNEVEN]),
+    ],
+)
+def test_state_beside_parameters_is_no_fault(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
+    trainer = judged_trainer(pools, tmp_path, f"tests.support.subjects_with_state:{name}", *(BY_ID[c] for c in cells))
     assert trainer.is_conformant(), trainer.reasons()
 
 
