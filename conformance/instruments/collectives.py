@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
-from conformance.instruments.issuers import is_of_fsdp
+from conformance.instruments.issuers import is_of_fsdp, issuing_modules
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -49,6 +50,8 @@ class CollectiveLog(Observer):
     def __init__(self, noted: Callable[[Collective], None] | None = None) -> None:
         """`noted`, if given, is called with each collective when this rank has issued it, before it is complete."""
         self._noted = noted
+        self.model: nn.Module | None = None
+        """Model of the run, if FSDP may have sharded others, too."""
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
@@ -96,6 +99,9 @@ class CollectiveLog(Observer):
         arguments = dict(zip(names, args, strict=False))
         tensors = input_tensors(arguments)
         ranks = tuple(sorted(dist.get_process_group_ranks(process_group(arguments))))
+        frame = sys._getframe(1)
+        of_fsdp = is_of_fsdp(frame)
+        is_other = of_fsdp and self._is_of_other_model(frame)
         entry = Collective(
             step=self._step,
             phase=self._phase,
@@ -106,11 +112,16 @@ class CollectiveLog(Observer):
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=reduce_op_name(arguments),
             during=self._during,
-            is_of_fsdp=is_of_fsdp(sys._getframe(1)),
+            is_of_fsdp=of_fsdp and not is_other,
+            is_of_other_model=is_other,
         )
         self._entries.append((ranks, entry))
         if self._noted:
             self._noted(entry)
+
+    def _is_of_other_model(self, frame: FrameType | None) -> bool:
+        issuing = issuing_modules(frame) if self.model is not None else ()
+        return bool(issuing) and all(issuing[0] is not each for each in self.model.modules())  # type: ignore[union-attr]
 
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again

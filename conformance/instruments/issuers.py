@@ -1,12 +1,13 @@
 """Issuers: the group of FSDP, or the module in forward, for which Python code calls an operator, by its frames."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-from conformance.instruments.fsdp_state import group_modules
+from conformance.instruments.fsdp_state import group_modules, modules_of_group
 from conformance.project import PACKAGE
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -25,6 +26,16 @@ def issuing_group(frame: FrameType | None) -> str:
             return modules
         frame = frame.f_back
     return ""
+
+
+def issuing_modules(frame: FrameType | None) -> Sequence[nn.Module]:
+    """Return the modules of the group for which FSDP runs a frame; else nothing."""
+    while frame is not None:
+        modules = modules_of_group(frame.f_locals.get("self"))
+        if modules:
+            return modules
+        frame = frame.f_back
+    return ()
 
 
 def is_of_fsdp(frame: FrameType | None) -> bool:

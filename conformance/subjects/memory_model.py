@@ -30,7 +30,7 @@ import torch
 
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
-from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups, gathers_between_steps
+from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups, gathers_between_steps, members
 from conformance.subjects.facts import ActivationMemory, AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
@@ -66,7 +66,7 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
         raise Unsupported("FSDP2 has made no group of parameters")
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
-    others = own.fixed_bytes + own.left_bytes
+    others = own.fixed_bytes + own.left_bytes + _of_other_models_bytes(evidence, facts, step)
     in_flight = in_flight_bytes(
         evidence, facts, besides=names
     )  # gloo's threads; those of FSDP's groups are in its buffers
@@ -103,6 +103,17 @@ def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) ->
         for entry in gathers_between_steps(facts, group, step=step)
     ]
     return sum(gathers) + max(gathers, default=0)
+
+
+def _of_other_models_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes that FSDP2 gathers in a step for models beside the one that is trained, such as a teacher.
+
+    All their groups may be gathered at once, before the step is told to begin, and their root stays so.
+    """
+    gathers = [each for each in facts.collectives if each.step in (step - 1, step) and each.kind == GATHER]
+    size = evidence.cell.world_size
+    sizes = [each.nbytes * len(members(each.group, size)) for each in gathers if each.is_of_other_model]
+    return sum(sizes) + max(sizes, default=0)
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:

@@ -188,6 +188,36 @@ class GatheredAhead(Trainer):
         return super().train_step(micro_batches)
 
 
+class Taught(Trainer):
+    """Trainer with a frozen teacher, which is sharded on its own."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.teacher: Any = sharded(taught_net()).requires_grad_(False)
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(batch["tokens"])
+        return distance(self.model(batch["tokens"]), taught, batch)
+
+
+def taught_net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Net()
+
+
+def distance(logits: Tensor, taught: Tensor, batch: Batch) -> Tensor:
+    losses = (logits.log_softmax(-1) * -taught.softmax(-1)).sum(-1)
+    return losses.masked_fill(batch["labels"] == -100, 0.0).sum()
+
+
+def taught_loss(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        taught = taught_net().to(next(model.parameters()).dtype)(batch["tokens"])
+    return distance(model(batch["tokens"]), taught, batch)
+
+
 class LocalClip(Trainer):
     def clip(self) -> None:
         self.scale_down(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
@@ -438,7 +468,7 @@ def split_by_size(config: LoopConfig) -> Iterator[Any]:
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
-gathered_ahead = loop(GatheredAhead)
+gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))

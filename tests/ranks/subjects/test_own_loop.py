@@ -52,6 +52,7 @@ def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Ce
         ("averaged_at_the_end", {"gradient-norm"}),
         ("unclipped", {"gradient-norm"}),
         ("gathered_ahead", set()),
+        ("taught", set()),
         ("sync_always", set()),
         ("closure", {"loss"}),
         ("recomputed", set()),
