@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, micro_batches
 from conformance.subjects.protocol import Batch, Subject
-from conformance.subjects.turns import turn_of
+from conformance.subjects.turns import turn_of, turns_of
 
 Buffers = Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def buffers_of(model: nn.Module, names: Iterable[str] | None = None) -> Buffers:
@@ -41,20 +42,27 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         put_back(model, kept)
 
 
-def advancing_buffers(
-    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]
-) -> list[str]:
-    """Return the buffers that a call changes, and changes alike for two micro-batches, the first and the last one."""
+def advancing_buffers(model: nn.Module, losses: Sequence[Loss], batches: Sequence[Batch]) -> list[str]:
+    """Return the buffers that a call changes, and changes alike for two micro-batches, the first and the last one.
+
+    `losses` are those of all turns, each a function of model and batch.
+    """
     before = buffers_of(model)
+    changed = {name for loss in losses for name in _advanced(model, loss, batches, before)} if before else set()
+    return [name for name in before if name in changed]
+
+
+def _advanced(model: nn.Module, loss: Loss, batches: Sequence[Batch], before: Buffers) -> Iterator[str]:
     after: list[Buffers] = []
-    for batch in (batches[0], batches[-1]) if before else ():
+    for batch in (batches[0], batches[-1]):
         with buffers_kept(model), torch.no_grad():
             loss(model, batch)
             after.append(buffers_of(model))
         if all(torch.equal(after[0][name], tensor) for name, tensor in before.items()):
-            return []
-    changed = [name for name, tensor in before.items() if not torch.equal(after[0][name], tensor)]
-    return [name for name in changed if torch.equal(*(each[name] for each in after))]
+            return
+    for name, tensor in before.items():
+        if torch.equal(*(each[name] for each in after)) and not torch.equal(after[0][name], tensor):
+            yield name
 
 
 @torch.no_grad()
@@ -72,7 +80,7 @@ def model_at(
 
     load(0)
     first = all_micro_batches(subject, workload, step=0)
-    advancing = advancing_buffers(model, turn_of(subject, 0).subject.loss, first)
+    advancing = advancing_buffers(model, [turn.subject.loss for turn in turns_of(subject)], first)
     for earlier in range(step) if advancing else ():
         load(earlier)
         for batch in micro_batches(subject, workload, step=earlier, data_rank=0):

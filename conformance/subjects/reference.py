@@ -144,7 +144,7 @@ def train(
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
     first = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=0)]
-    advancing = advancing_buffers(model, turns[0].subject.loss, first)
+    advancing = advancing_buffers(model, [turn.subject.loss for turn in turns], first)
     for step in range(len(workload.accumulation)):
         batches = [
             [to_dtype(batch, dtype) for batch in micro_batches(subject, workload, step=step, data_rank=rank)]

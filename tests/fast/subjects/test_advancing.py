@@ -53,7 +53,7 @@ trainer = subject(model=Annealed, loss=loss, batch=batch)(lambda model, mesh, co
 def test_buffers_that_depend_on_the_data_or_stay_do_not_advance() -> None:
     batches = micro_batches(trainer, WORKLOAD, step=0, data_rank=0)
     model = Annealed()
-    assert advancing_buffers(model, loss, batches) == ["calls"]
+    assert advancing_buffers(model, [loss], batches) == ["calls"]
     assert model.calls == 0
 
 
