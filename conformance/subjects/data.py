@@ -1,6 +1,8 @@
 """Data of subjects: the micro-batches of each data-parallel rank, and tensors inside of batches."""
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +42,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(map_tensors(function, value) for value in batch)
+        return like(batch, {key: map_tensors(function, value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return like(batch, [map_tensors(function, value) for value in batch])
     return batch
+
+
+def like(batch: Batch, values: Any) -> Batch:
+    """Return a list or tuple of the type of a batch, which may have names for its values, or a mapping, with others.
+
+    Of mappings a `UserDict`, such as the encodings of tokenizers, keeps its type: its keys are attributes, too.
+    """
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    if isinstance(batch, Mapping):
+        return type(batch)(values) if isinstance(batch, UserDict) else values
+    return type(batch)(values)
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:

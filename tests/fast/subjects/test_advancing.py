@@ -72,13 +72,3 @@ def test_each_rank_calls_the_model_for_its_own_micro_batches(order: int) -> None
 
 def test_a_loss_that_grows_with_the_calls_is_a_sum() -> None:
     assert require_sum(trainer, SubjectCell().workload, dtype=torch.float64) == []
-
-
-def test_the_last_micro_batch_of_every_second_rank_is_halved_where_they_are_uneven() -> None:
-    workload = Workload(tied=False, data_ranks=2, accumulation=(2, 1), uneven=True)
-    sizes = [
-        [len(inputs) for inputs, _ in micro_batches(trainer, workload, step=step, data_rank=rank)]
-        for step in range(2)
-        for rank in range(2)
-    ]
-    assert sizes == [[5, 5], [5, 3], [5], [3]]
