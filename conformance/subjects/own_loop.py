@@ -348,8 +348,10 @@ def own_loop(
     The function makes model and optimizer, and trains on the micro-batches of `config` (`LoopConfig`): of
     `config.steps`, or those that its own `DataLoader` yields, in place of whose data the suite puts its own. It yields,
     or returns a list of, what it logs in each step: a loss, `(loss, norm)`, or a mapping with `loss` and `grad_norm`;
-    if it tells none, losses are not judged. It calls nothing of the suite. All ranks have a default process group:
-    `init_process_group` does nothing there.
+    if it tells none, losses are not judged; one rank may tell them alone. It calls nothing of the suite. All ranks have
+    a default process group: `init_process_group` does nothing there. Gradients are judged as they are after the last
+    backward pass of a step. A loop that changes them later, as by a division, takes their norm with torch's functions,
+    which show when they are done: `get_total_norm`, `clip_grad_norm_` or `GradScaler.unscale_`.
 
     Args:
         model: makes the model that one process trains, in fp32 and without dropout; a class will do.
