@@ -1,9 +1,9 @@
 """Mistakes in small trainers, with the first cause that a report must name in its owner's words.
 
 A set is a folder: `subjects.yaml` names its trainers, and `mistakes.yaml` has mistakes, each an edit of one of them.
-`__main__` judges a set: this folder, with forty classic mistakes, or one of `unseen`, `unseen2` and `unseen3`, each of
-which was committed before any run of it. The trainers themselves are correct, and no test uses those of `correct` and
-of the unseen sets.
+`__main__` judges a set: this folder, with forty classic mistakes, or one of those whose names begin with `unseen`, each
+of which was committed before any run of it. The trainers themselves are correct, and no test uses those of `correct`
+and of the unseen sets.
 """
 
 import re

@@ -12,14 +12,15 @@ from reference_trainer.checks import UsageError
 
 SETS = {
     folder.name: MistakeSet(folder)
-    for folder in (FOLDER, FOLDER / "unseen", *(FOLDER / name for name in ("unseen2", "unseen3")))
+    for folder in (FOLDER, *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4")))
 }
 ROWS = [(chosen, name) for chosen, found in SETS.items() for name in found.mistakes]
 LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
 
 
 @pytest.mark.parametrize(
-    ("name", "mistakes", "trainers"), [("mistakes", 40, 18), ("unseen", 10, 12), ("unseen2", 12, 12), ("unseen3", 0, 6)]
+    ("name", "mistakes", "trainers"),
+    [("mistakes", 40, 18), ("unseen", 10, 12), ("unseen2", 12, 12), ("unseen3", 0, 6), ("unseen4", 12, 10)],
 )
 def test_a_set_has_mistakes_in_its_trainers(name: str, mistakes: int, trainers: int) -> None:
     found = SETS[name]

@@ -1,0 +1,1 @@
+"""Ten correct trainers of other kinds than those of all earlier sets."""
