@@ -143,7 +143,8 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
-    if _may_clip_exactly(subject, max_norm) and TORCH_ADDS / min(exact.norms) > min(each.overall for each in gradients):
+    smallest = min(each.overall for each in gradients)
+    if _may_clip_exactly(subject, max_norm) and TORCH_ADDS > smallest * min(exact.norms):
         train_in = partial(train, subject, job.workload, dtype=torch.float32, order=0, max_norm=max_norm)
         noisy.append(train_in(clips_exactly=True))
     if noisy:
