@@ -193,6 +193,18 @@ class GatheredAhead(Trainer):
         return super().train_step(micro_batches)
 
 
+class UnderAutocast(Trainer):
+    """Trainer that leaves precision to autocast, and casts no parameter."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.is_on = config.precision == "bf16"
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
+            return super().loss(batch)
+
+
 class Taught(Trainer):
     """Trainer with a frozen teacher, which is sharded on its own."""
 
@@ -473,6 +485,7 @@ def split_by_size(config: LoopConfig) -> Iterator[Any]:
 
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
+under_autocast = loop(UnderAutocast, precisions=["fp32", "bf16"])
 gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
