@@ -144,7 +144,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     ]
     noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
     smallest = min(each.overall for each in gradients)
-    if _may_clip_exactly(subject, max_norm) and TORCH_ADDS > smallest * min(exact.norms):
+    if _may_clip_exactly(subject, max_norm) and smallest * min(exact.norms) < TORCH_ADDS:
         train_in = partial(train, subject, job.workload, dtype=torch.float32, order=0, max_norm=max_norm)
         noisy.append(train_in(clips_exactly=True))
     if noisy:
