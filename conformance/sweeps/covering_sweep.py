@@ -52,7 +52,7 @@ class CoveringSweep:
     label: str = "options"
     """Word for the rows in outcomes, where the interface has no name."""
     limit: int | None = None
-    """Number of rows without suspects, drawn by the seed, that are tried instead of all."""
+    """Number of rows without suspects, drawn by the seed, that are tried instead of all, up to the first wrong one."""
     seed: int = 0
     _right: list[Options] = field(default_factory=list)
     _excluded: list[Options] = field(default_factory=list)
@@ -100,6 +100,8 @@ class CoveringSweep:
 
     def _try_rows(self, rows: Iterable[Options]) -> None:
         for row in rows:
+            if self.limit is not None and self._swept.wrong:
+                return  # each further one would be narrowed down
             if not any(has(row, excluded) for excluded in self._excluded):
                 self._try(row)
 

@@ -421,6 +421,8 @@ SUSPECTS: tuple[Options, ...] = (
     *REFUSALS,
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
+DRAWN = 40
+"""Number of rows for which each commit has time."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -429,8 +431,14 @@ def sweep(rank: RankWorld) -> Swept:
     return sweep_on(_mesh_of(rank), rank.subjects)
 
 
-def sweep_on(mesh: DeviceMesh, subjects: Collection[str]) -> Swept:
-    """Return the outcome of all rows, or of those that subjects name, on a mesh of pipeline and replicas."""
+@experiment(needs=Needs.TRAINING)
+def drawn(rank: RankWorld) -> Swept:
+    """Call schedules in a few of these rows, which the seed draws; rows that fail in torch are left out."""
+    return sweep_on(_mesh_of(rank), rank.subjects, limit=DRAWN, seed=rank.config.seed)
+
+
+def sweep_on(mesh: DeviceMesh, subjects: Collection[str], *, limit: int | None = None, seed: int = 0) -> Swept:
+    """Return the outcome of all rows, of those that subjects name, or of a few, on a mesh of pipeline and replicas."""
     trials = Trials(mesh)
     options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "second_dim": ("none",)}
 
@@ -441,8 +449,10 @@ def sweep_on(mesh: DeviceMesh, subjects: Collection[str]) -> Swept:
         return found
 
     suspects = [suspect for suspect in SUSPECTS if suspect.get("second_dim", "none") in options["second_dim"]]
-    sweep = CoveringSweep(options, ended, strength=2, rules=RULES, suspects=suspects, refusals=REFUSALS)
-    return sweep.swept(subjects)
+    rows = CoveringSweep(
+        options, ended, strength=2, rules=RULES, suspects=suspects, refusals=REFUSALS, limit=limit, seed=seed
+    )
+    return rows.swept(subjects)
 
 
 def _mesh_of(rank: RankWorld) -> DeviceMesh:

@@ -90,32 +90,23 @@ def test_what_needs_the_simulated_device() -> None:
     assert needs == {"STREAM-2", "STREAM-4", "STREAM-5", "STREAM-6", "MEM-10"} | any_trainer
 
 
-LONG_SWEEPS = {"API-3", "CKPT-6", "DT-3", "DT-4", "OPT-4", "PP-6", "TP-3"}
-"""Sweeps for which `smoke` has no time: it leaves them, with the defects that no other law sees, to `pr`."""
-
-
 def test_profiles_have_cases_for_defects_that_processors_show() -> None:
-    """Profile pr has one for each defect, and nightly for each law of it; smoke has one for nine defects of ten.
-
-    Defects that long sweeps alone can see are not counted for smoke.
-    """
+    """Profile pr has one for each defect, and nightly for each law of it; smoke has one for nine defects of ten."""
     of = {
         profile: [(case.law, case.cell) for case in the_matrix().cases(profile)]
         for profile in ("smoke", "pr", "nightly")
     }
     shown = [defect for defect in defects() if "gloo" in defect.substrates and defect.of == "reference trainer"]
-    in_smoke = counted = 0
+    in_smoke = 0
     for defect in shown:
         holds = cache(parse(defect.cells))
         laws = {profile: {law for law, cell in cases if holds(cell)} for profile, cases in of.items()}
         in_smoke += bool(laws["smoke"] & {*defect.laws})
-        counted += bool({*defect.laws} - LONG_SWEEPS)
         assert laws["pr"] & {*defect.laws}, defect.id
         assert laws["nightly"] >= {*defect.laws}, defect.id
         # Only ids have so many dashes.
         assert {*re.findall(r"[a-z0-9.]+(?:-[a-z0-9.]+){3,}", defect.cells)} <= the_matrix().cells.keys(), defect.id
-    assert LONG_SWEEPS.isdisjoint(law for law, _ in of["smoke"])
-    assert in_smoke >= 0.9 * counted
+    assert in_smoke >= 0.9 * len(shown)
 
 
 def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
