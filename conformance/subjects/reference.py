@@ -110,6 +110,9 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 class Noise(Protocol):
     """Noise on gradients, see `conformance.subjects.noise`."""
 
+    def on_weights(self, model: nn.Module) -> None:
+        """Change the weights with which a run begins."""
+
     def in_step(self, step: int, gradients: Tensors) -> Tensors:
         """Return the noise on gradients, by name, with which the optimizer takes a step."""
 
@@ -143,6 +146,8 @@ def train(
     ]
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
+    if noise is not None:
+        noise.on_weights(model)
     first = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=0)]
     advancing = advancing_buffers(model, [turn.subject.loss for turn in turns], first)
     for step in range(len(workload.accumulation)):
