@@ -32,7 +32,7 @@ from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import AcceleratorLog
 from conformance.subjects.activations import activation_memory, optimizer_bytes
-from conformance.subjects.cells import Accumulation, Workload, subject_cell
+from conformance.subjects.cells import Accumulation, SubjectCell, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
 from conformance.subjects.decorated import clip_with_torch, load_subject
@@ -142,7 +142,14 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
-    noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
+    noisy = runs_with_noise(
+        subject,
+        job.workload,
+        exact,
+        gradients,
+        max_norm=max_norm,
+        splits_sums=_runs(subject, lambda cell: "tp" in cell.shape),
+    )
     smallest = min(each.overall for each in gradients)
     if _may_clip_exactly(subject, max_norm) and smallest * min(exact.norms) < TORCH_ADDS:
         train_in = partial(train, subject, job.workload, dtype=torch.float32, order=0, max_norm=max_norm)
@@ -156,7 +163,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         ]
         gradients, updates = raised(gradients, by_gradients), raised(updates, by_updates)
     _write(Path(job.directory), exact, runs[0])
-    in_bf16 = _trains_in_bf16(subject)
+    in_bf16 = _runs(subject, lambda cell: cell.precision == "bf16")
     bf16 = _bf16(subject, job.workload, exact, max_norm) if in_bf16 else _Bf16()
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
@@ -431,9 +438,9 @@ def _limit(subject: Subject, exact: Trajectory) -> float:
     return reference.half_of(exact.norms[0]) if own is None else own
 
 
-def _trains_in_bf16(subject: Subject) -> bool:
-    cells = map(subject_cell, TRAINER_CELLS)
-    return any(cell.precision == "bf16" and subject.unsupported(cell) is None for cell in cells)
+def _runs(subject: Subject, is_meant: Callable[[SubjectCell], bool]) -> bool:
+    """Return whether a subject runs any of the cells that are meant."""
+    return any(is_meant(cell) and subject.unsupported(cell) is None for cell in map(subject_cell, TRAINER_CELLS))
 
 
 def _may_clip_exactly(subject: Subject, max_norm: float) -> bool:

@@ -41,7 +41,7 @@ def errors(exact: Trajectory, relative: float) -> list[OwnErrors]:
 def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], runs: int) -> None:
     trainer = declare(optimizer=optimizer)(shard)
     exact = train(trainer, WORKLOAD, dtype=torch.float64, order=0, max_norm=None)
-    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0)
+    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0, splits_sums=True)
     assert len(noisy) == runs
     for run in noisy:  # a gradient is told before its noise is added
         assert torch.allclose(run.gradients[0]["up.weight"].double(), exact.gradients[0]["up.weight"], atol=1e-6)
@@ -68,8 +68,9 @@ def test_noise_is_tried_where_a_model_rounds(layer: type[nn.Linear], is_off: boo
         lambda model, mesh, config: model
     )
     exact = train(trainer, WORKLOAD, dtype=torch.float64, order=0, max_norm=None)
-    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-7), max_norm=1.0)
+    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-7), max_norm=1.0, splits_sums=True)
     assert len(noisy) == (4 if is_off else 0)
+    assert not runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-7), max_norm=1.0, splits_sums=False)
     for run in noisy:
         assert torch.equal(run.initial["0.weight"], exact.initial["0.weight"].float())
         assert 0 < float((run.gradients[0]["2.weight"] - exact.gradients[0]["2.weight"]).norm()) < 1e-2
