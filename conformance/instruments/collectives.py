@@ -100,8 +100,8 @@ class CollectiveLog(Observer):
         tensors = input_tensors(arguments)
         ranks = tuple(sorted(dist.get_process_group_ranks(process_group(arguments))))
         frame = sys._getframe(1)
-        of_fsdp = is_of_fsdp(frame)
-        is_other = of_fsdp and self._is_of_other_model(frame)
+        by_fsdp = is_of_fsdp(frame)
+        is_other = by_fsdp and self._is_of_other_model(frame)
         entry = Collective(
             step=self._step,
             phase=self._phase,
@@ -112,7 +112,7 @@ class CollectiveLog(Observer):
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=reduce_op_name(arguments),
             during=self._during,
-            is_of_fsdp=of_fsdp and not is_other,
+            is_of_fsdp=by_fsdp and not is_other,
             is_of_other_model=is_other,
         )
         self._entries.append((ranks, entry))

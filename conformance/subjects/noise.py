@@ -105,7 +105,7 @@ def _rounds(subject: Subject, workload: Workload) -> bool:
     model, found = reference.initial_model(subject, tied=workload.tied), list[str]()
 
     def listen(func: Any) -> OutcomeHandler | None:
-        name = func._schema.name.partition("::")[2]
+        name = str(func.overloadpacket).removeprefix("aten.")
 
         def note(args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
             if name in _ROUNDING or _loses_bits(args[-1] if name == "copy_" else args[0], result):

@@ -171,12 +171,12 @@ def order(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randint(VOCABULARY, (4, 8), generator=generator), torch.rand(4, 8, generator=generator).argsort(1)
 
 
-def of_first_token(model: nn.Module, batch: Batch) -> Tensor:
+def first_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     read = batch[0].gather(1, batch[1])
     return cross_entropy(model(read[:, 0]), read[:, 1], reduction="sum")
 
 
-def of_next_tokens(model: nn.Module, batch: Batch) -> Tensor:
+def next_tokens_loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
 
 
@@ -187,6 +187,6 @@ def require_sum_of_loop(loss: Any, **options: Any) -> None:
 
 def test_integers_that_may_be_labels_or_not_must_be_declared_by_a_loop() -> None:
     with pytest.raises(SubjectMistake, match="its second tensor has 32 integers for 4 samples"):
-        require_sum_of_loop(of_first_token)
-    require_sum_of_loop(of_first_token, count=samples)
-    require_sum_of_loop(of_next_tokens)  # in which a label of -100 is left out
+        require_sum_of_loop(first_token_loss)
+    require_sum_of_loop(first_token_loss, count=samples)
+    require_sum_of_loop(next_tokens_loss)  # in which a label of -100 is left out
