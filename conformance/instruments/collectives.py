@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
-from conformance.instruments.issuers import is_of_fsdp, issuing_modules
+from conformance.instruments.issuers import is_of_fsdp, issuing_parameters
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -50,8 +50,8 @@ class CollectiveLog(Observer):
     def __init__(self, noted: Callable[[Collective], None] | None = None) -> None:
         """`noted`, if given, is called with each collective when this rank has issued it, before it is complete."""
         self._noted = noted
-        self.model: nn.Module | None = None
-        """Model of the run, if FSDP may have sharded others, too."""
+        self.parameters: frozenset[int] = frozenset()
+        """Python's ids of the sharded parameters of the run's model, if FSDP may have sharded another one, too."""
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
@@ -120,8 +120,8 @@ class CollectiveLog(Observer):
             self._noted(entry)
 
     def _is_of_other_model(self, frame: FrameType | None) -> bool:
-        issuing = issuing_modules(frame) if self.model is not None else ()
-        return bool(issuing) and all(issuing[0] is not each for each in self.model.modules())  # type: ignore[union-attr]
+        issuing = issuing_parameters(frame) if self.parameters else frozenset()
+        return bool(issuing) and not issuing & self.parameters
 
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again

@@ -5,7 +5,7 @@ nothing: only FSDP's own state shows the policy. A list of one group to prefetch
 prefetches that group by default.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,16 +99,15 @@ def group_modules(owner: object) -> str:
     return "" if paths is None else paths or ROOT
 
 
-def modules_of_group(owner: object) -> Sequence[nn.Module]:
-    """Return the modules of a group if an object is a group of FSDP2; else nothing.
+def parameters_of_group(owner: object) -> frozenset[int]:
+    """Return Python's ids of a group's sharded parameters if an object is a group of FSDP2; else nothing.
 
     Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
     """
     if type(owner).__name__ != "FSDPParamGroup":
-        return ()
-    with private_state("the modules of its groups"):
-        modules: Sequence[nn.Module] = owner.modules  # type: ignore[attr-defined]
-        return modules
+        return frozenset()
+    with private_state("the parameters of its groups"):
+        return frozenset(id(managed.sharded_param) for managed in owner.fsdp_params)  # type: ignore[attr-defined]
 
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

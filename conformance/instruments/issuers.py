@@ -1,13 +1,12 @@
 """Issuers: the group of FSDP, or the module in forward, for which Python code calls an operator, by its frames."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-from conformance.instruments.fsdp_state import group_modules, modules_of_group
+from conformance.instruments.fsdp_state import group_modules, parameters_of_group
 from conformance.project import PACKAGE
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -28,14 +27,14 @@ def issuing_group(frame: FrameType | None) -> str:
     return ""
 
 
-def issuing_modules(frame: FrameType | None) -> Sequence[nn.Module]:
-    """Return the modules of the group for which FSDP runs a frame; else nothing."""
+def issuing_parameters(frame: FrameType | None) -> frozenset[int]:
+    """Return Python's ids of the sharded parameters of the group for which FSDP runs a frame; else nothing."""
     while frame is not None:
-        modules = modules_of_group(frame.f_locals.get("self"))
-        if modules:
-            return modules
+        parameters = parameters_of_group(frame.f_locals.get("self"))
+        if parameters:
+            return parameters
         frame = frame.f_back
-    return ()
+    return frozenset()
 
 
 def is_of_fsdp(frame: FrameType | None) -> bool:

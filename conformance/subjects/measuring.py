@@ -218,7 +218,7 @@ class SubjectRecorder:
         by_policy = {modules[path]: keeps_its_dtype(module) for path, module in groups.items()}
         self._dtypes.tell_apart(by_policy | dict.fromkeys(self._kept_layers(model), True))
         used: dict[nn.Module, dict[str, str]] = {}
-        self._collectives.model = model
+        self._collectives.parameters = frozenset(map(id, model.parameters()))
         self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
