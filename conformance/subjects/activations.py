@@ -115,7 +115,7 @@ def _measured(
         each.register_forward_hook(lambda _m, _inputs, result: outputs.append(_bytes_of(result))) for each in trained
     ]
     with saved.installed(), DispatchTap([], outcomes=[*memory.listeners, others.listen_to_outcomes]):
-        with torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
+        with torch.autocast(device.type, torch.bfloat16) if way == "autocast" else nullcontext():
             loss = subject.loss(model, batch)
         forward, held = memory.peak_bytes - before, memory.held_bytes - before
         saved_bytes, in_forward = saved.held_bytes, others.peak_bytes
