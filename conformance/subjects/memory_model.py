@@ -66,7 +66,7 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
         raise Unsupported("FSDP2 has made no group of parameters")
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
-    others = own.fixed_bytes + own.left_bytes + _of_other_models_bytes(evidence, facts, step)
+    others = own.fixed_bytes + own.left_bytes + other_models_bytes(evidence, facts, step)
     in_flight = in_flight_bytes(
         evidence, facts, besides=names
     )  # gloo's threads; those of FSDP's groups are in its buffers
@@ -105,15 +105,17 @@ def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) ->
     return sum(gathers) + max(gathers, default=0)
 
 
-def _of_other_models_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+def other_models_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
     """Return the bytes that FSDP2 gathers in a step for models beside the one that is trained, such as a teacher.
 
-    All their groups may be gathered at once, before the step is told to begin, and their root stays so.
+    All their groups may be gathered at once, before the step is told to begin, and their root stays so. Their outputs
+    are there, too, as large as those of the model that is trained.
     """
     gathers = [each for each in facts.collectives if each.step in (step - 1, step) and each.kind == GATHER]
     size = evidence.cell.world_size
     sizes = [each.nbytes * len(members(each.group, size)) for each in gathers if each.is_of_other_model]
-    return sum(sizes) + max(sizes, default=0)
+    outputs = _NAMED * _activations(evidence, facts, max(step, 0)).output_bytes
+    return sum(sizes) + max(sizes) + outputs if sizes else 0
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:

@@ -9,7 +9,8 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.subjects.evidence import Evidence, Under
 from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks, SubjectFacts
-from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, rooms, shard_bytes
+from conformance.subjects.memory_log import BUILD
+from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, other_models_bytes, rooms, shard_bytes
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -45,6 +46,7 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
         # Not the bytes of their storages: a shard that is a view of its full weight would double the room.
         room = 0 if leaves_device else sum(map(shard_bytes, facts.parameters.values()))
         room += facts.batch_bytes + facts.dataset_bytes if facts.is_own_loop else 0
+        room += other_models_bytes(evidence, facts, BUILD)
         where = f"rank {facts.rank}, when the model is built"
         _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
         for held in steps:
