@@ -114,6 +114,7 @@ class SubjectRecorder:
         trained = {"is_trained": run.is_trained} if hasattr(run, "is_trained") else {}
         self._capture = Capture(named=self._named, **trained)
         self._dtypes, self._collectives = DtypeAudit(), CollectiveLog(noted)
+        self._collectives.parameters = self._own_parameters = set[int]()
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
@@ -218,7 +219,7 @@ class SubjectRecorder:
         by_policy = {modules[path]: keeps_its_dtype(module) for path, module in groups.items()}
         self._dtypes.tell_apart(by_policy | dict.fromkeys(self._kept_layers(model), True))
         used: dict[nn.Module, dict[str, str]] = {}
-        self._collectives.parameters = frozenset(map(id, model.parameters()))
+        self._own_parameters.update(map(id, model.parameters()))
         self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
