@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -32,16 +33,16 @@ Tensors = Mapping[str, Tensor]
 class StepTerms(msgspec.Struct, frozen=True):
     """Sizes of the micro-batches of one step, by data-parallel rank and micro-batch."""
 
-    counts: list[list[float]]
+    counts: list[list[int | float]]
     """Numbers by which losses count: labels that are not ignored, samples, or their weights."""
     samples: list[list[int]]
     padded: list[list[int]]
     """Elements of the smallest tensor of the batch: labels, ignored ones included."""
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """Number of all that counts in the step."""
-        return sum(map(sum, self.counts))
+        return sum(chain.from_iterable(self.counts))
 
 
 def write_terms(subject: Subject, job: StepsJob) -> None:
@@ -64,9 +65,9 @@ def _terms(
         if model is None:
             break  # an earlier step is wrong
         batches = [micro_batches(subject, workload, step=step, data_rank=rank) for rank in range(workload.data_ranks)]
-        before = buffers_of(model, advancing)
+        buffers = buffers_of(model, advancing)
         for rank, own in enumerate(batches):
-            put_back(model, before)
+            put_back(model, buffers)
             for index, batch in enumerate(own):
                 gradients = _gradients(turn_of(subject, step), model, batch, dtype)
                 written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
@@ -224,7 +225,7 @@ class StepFormulas:
         return self._weighted(lambda rank, _index: float(rank in ranks) / count)
 
     @property
-    def _own(self) -> list[int]:
+    def _own(self) -> list[float]:
         return [sum(each) for each in self.facts.counts]
 
     @property
@@ -300,6 +301,6 @@ def _below(named: Tensors, prefix: str) -> Tensors:
     return {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
 
 
-def _joined(numbers: Sequence[int]) -> str:
+def _joined(numbers: Sequence[float]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} and {last}" if first else last

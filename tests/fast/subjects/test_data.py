@@ -44,7 +44,9 @@ def summed(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def test_the_last_micro_batch_of_every_second_rank_is_halved_where_they_are_uneven() -> None:
-    trainer = subject(model=nn.Linear, loss=summed, batch=lambda _generator: pair())(lambda model, mesh, config: model)
+    trainer = subject(model=nn.Identity, loss=summed, batch=lambda _generator: pair())(
+        lambda model, mesh, config: model
+    )
     workload = Workload(tied=False, data_ranks=2, accumulation=(2, 1), uneven=True)
     sizes = [
         [len(inputs) for inputs, _ in micro_batches(trainer, workload, step=step, data_rank=rank)]
