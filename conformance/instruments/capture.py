@@ -98,7 +98,7 @@ class Capture(Observer):
         # One at a time: several redistributions in flight crash gloo, see findings/async_redistribution_on_gloo.py.
         for name, parameter in one_of_each_layout(self._parameters(model)):
             self._add(f"initial/gathered/{name}", full(parameter))
-        self._state("initial", model)
+        self._state("initial", model, self._parameters(model))
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients of a step, and its parameters."""
@@ -125,13 +125,23 @@ class Capture(Observer):
 
     def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
-        self._state("resumed", model)
+        self._state("resumed", model, self._parameters(model))
         self._optimizer_state("resumed", self._parameters(model), optimizer)
 
-    def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the final state. Call it after the last step."""
-        self._state("final", model)
-        self._optimizer_state("final", self._parameters(model), optimizer)
+    def final(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Keep the final state. Call it after the last step.
+
+        `parameters` are the sharded ones by their names in the model, which may show unsharded ones meanwhile.
+        """
+        named = [(self._named(name), each) for name, each in (parameters or dict(model.named_parameters())).items()]
+        self._state("final", model, named)
+        self._optimizer_state("final", named, optimizer)
 
     def _optimizer_state(
         self, when: str, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
@@ -142,8 +152,8 @@ class Capture(Observer):
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     self._add(f"{when}/{key}/{name}", value)
 
-    def _state(self, when: str, model: nn.Module) -> None:
-        for name, parameter in self._parameters(model):
+    def _state(self, when: str, model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in parameters:
             self._add(f"{when}/parameter/{name}", parameter)
         for name, buffer in model.named_buffers():
             self._add(f"{when}/buffer/{self._named(name)}", buffer)

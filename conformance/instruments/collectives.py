@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
-from conformance.instruments.issuers import is_of_fsdp
+from conformance.instruments.issuers import is_of_fsdp, issuing_parameters
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -49,6 +49,11 @@ class CollectiveLog(Observer):
     def __init__(self, noted: Callable[[Collective], None] | None = None) -> None:
         """`noted`, if given, is called with each collective when this rank has issued it, before it is complete."""
         self._noted = noted
+        self.parameters: set[int] | None = None
+        """Python's ids of the sharded parameters of the run's model, when `facts` are asked for; None if there is no
+        other model that FSDP may have sharded."""
+        self._issuing: dict[int, frozenset[int]] = {}
+        """Python's ids of the parameters of the group for which FSDP issued a collective, by its number."""
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
@@ -78,9 +83,15 @@ class CollectiveLog(Observer):
         """Return all collectives in the order in which this rank issued them; the mesh, if any, names their groups."""
         names = _group_names(mesh) if mesh is not None else {}
         names.setdefault(tuple(range(dist.get_world_size())), "world")
+        others = self._for_other_models()
         return [
-            msgspec.structs.replace(entry, group=names.get(ranks) or _subgroup_name(ranks, names) or entry.group)
-            for ranks, entry in self._entries
+            msgspec.structs.replace(
+                entry,
+                group=names.get(ranks) or _subgroup_name(ranks, names) or entry.group,
+                is_of_fsdp=entry.is_of_fsdp and number not in others,
+                is_of_other_model=number in others,
+            )
+            for number, (ranks, entry) in enumerate(self._entries)
         ]
 
     def listen(self, func: Any) -> Handler | None:
@@ -96,6 +107,10 @@ class CollectiveLog(Observer):
         arguments = dict(zip(names, args, strict=False))
         tensors = input_tensors(arguments)
         ranks = tuple(sorted(dist.get_process_group_ranks(process_group(arguments))))
+        frame = sys._getframe(1)
+        by_fsdp = is_of_fsdp(frame)
+        if by_fsdp and self.parameters is not None:
+            self._issuing[self.count()] = issuing_parameters(frame)
         entry = Collective(
             step=self._step,
             phase=self._phase,
@@ -106,11 +121,16 @@ class CollectiveLog(Observer):
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=reduce_op_name(arguments),
             during=self._during,
-            is_of_fsdp=is_of_fsdp(sys._getframe(1)),
+            is_of_fsdp=by_fsdp,
         )
         self._entries.append((ranks, entry))
         if self._noted:
             self._noted(entry)
+
+    def _for_other_models(self) -> set[int]:
+        """Return the numbers of the collectives that FSDP has issued for another model than that of the run."""
+        own = self.parameters or set()
+        return {number for number, issuing in self._issuing.items() if issuing and not issuing & own}
 
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again

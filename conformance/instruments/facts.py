@@ -74,7 +74,9 @@ class Collective(msgspec.Struct, frozen=True):
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
     is_of_fsdp: bool = False
-    """True if FSDP's own code issued the collective, see `issuers.is_of_fsdp`."""
+    """True if FSDP's own code issued the collective for the model, see `issuers.is_of_fsdp`."""
+    is_of_other_model: bool = False
+    """True if FSDP's own code issued it for another model, such as a teacher."""
 
 
 class CompilationFacts(msgspec.Struct, frozen=True):

@@ -106,6 +106,17 @@ def group_modules(owner: object) -> str:
     return "" if paths is None else paths or ROOT
 
 
+def parameters_of_group(owner: object) -> frozenset[int]:
+    """Return Python's ids of a group's sharded parameters if an object is a group of FSDP2; else nothing.
+
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    """
+    if type(owner).__name__ != "FSDPParamGroup":
+        return frozenset()
+    with private_state("the parameters of its groups"):
+        return frozenset(id(managed.sharded_param) for managed in owner.fsdp_params)  # type: ignore[attr-defined]
+
+
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradients of FSDP2's unsharded parameters that wait for a later micro-batch, by name of the parameter.
 

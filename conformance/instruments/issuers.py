@@ -6,7 +6,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from conformance.instruments.fsdp_state import group_modules
+from conformance.instruments.fsdp_state import group_modules, parameters_of_group
 from conformance.project import PACKAGE
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -25,6 +25,16 @@ def issuing_group(frame: FrameType | None) -> str:
             return modules
         frame = frame.f_back
     return ""
+
+
+def issuing_parameters(frame: FrameType | None) -> frozenset[int]:
+    """Return Python's ids of the sharded parameters of the group for which FSDP runs a frame; else nothing."""
+    while frame is not None:
+        parameters = parameters_of_group(frame.f_locals.get("self"))
+        if parameters:
+            return parameters
+        frame = frame.f_back
+    return frozenset()
 
 
 def is_of_fsdp(frame: FrameType | None) -> bool:

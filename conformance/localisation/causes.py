@@ -323,8 +323,9 @@ def _learning_rate(runs: SubjectRuns, cell: Cell, place: Location) -> str:
 
 def _randomness(runs: SubjectRuns, cell: Cell) -> str:
     """Return a sentence about a run whose loss depends on the seed of torch's generator; empty if it does not."""
-    losses = [record.ranks[0].losses[0] for record in (runs.evidence(cell).record, runs.with_another_seed(cell))]
-    if abs(losses[0] - losses[1]) <= CLOSE * abs(losses[0]):
+    records = (runs.evidence(cell).record, runs.with_another_seed(cell))
+    losses = [next((facts.losses[0] for facts in record.ranks if facts.losses), float("nan")) for record in records]
+    if not abs(losses[0] - losses[1]) > CLOSE * abs(losses[0]):  # a loop may tell no losses
         return ""
     return (
         f"the parallel model is random and model() is not: two runs with different seeds have the losses "

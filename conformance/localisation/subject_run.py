@@ -32,7 +32,14 @@ from conformance.localisation.walk import ComparedStep
 from conformance.oracles import tolerance
 from conformance.plan.cells import Cell
 from conformance.report.location import Code, Location
-from conformance.subjects.evidence import BF16_FACTOR, FP32_FACTOR, Evidence, SubjectRecord, measured_bound
+from conformance.subjects.evidence import (
+    BF16_FACTOR,
+    FP32_FACTOR,
+    Evidence,
+    SubjectRecord,
+    clipping_bounds,
+    measured_bound,
+)
 from conformance.subjects.expectation import (
     FACTS_FILE,
     TENSORS_FILE,
@@ -363,7 +370,7 @@ class SubjectRun(TappedRun):
 
     def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
         """Return a location if a rank has logged another loss than that of one process."""
-        losses = {facts.rank: facts.losses[step] for facts in self.record.ranks}
+        losses = {facts.rank: facts.losses[step] for facts in self.record.ranks if facts.losses}
         allowed = expected.loss_within * abs(expected.loss)
         wrong = [rank for rank, loss in losses.items() if not abs(loss - expected.loss) <= allowed]
         if not wrong:
@@ -371,6 +378,11 @@ class SubjectRun(TappedRun):
         equals = states.number_clause(losses[wrong[0]], expected.loss, iter(()))
         called = self.line(step, wrong[0], "idle")
         return self.location("loss", "", "loss that is logged", ranks=wrong, step=step, equals=equals, called=called)
+
+    @property
+    def telling_norms(self) -> list[int]:
+        """Ranks that log norms."""
+        return [facts.rank for facts in self.record.ranks if facts.grad_norms]
 
     def logged_norm(self, step: int, rank: int) -> float | None:
         """Return the norm before clipping that a rank has logged; None if it was not finite."""
@@ -385,7 +397,7 @@ class SubjectRun(TappedRun):
             order=_NORM_ORDER,
             max_norm=self.evidence.reference.facts.max_norm,
             norm_within=tolerance.norm(gradients, order=_NORM_ORDER).value,
-            gradients_within=tolerance.clipping(gradients, order=_NORM_ORDER),
+            gradients_within=clipping_bounds(gradients),
         )
 
     def updates(self, step: int) -> Iterator[Update | Location]:

@@ -136,7 +136,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_all_gathers: bool = True
     """True if the host of an fsdp1 run waits before it issues all-gathers far ahead of the device."""
     batches: Literal["equal", "uneven"] = "equal"
-    """Numbers of samples of the ranks' batches; `uneven`: ranks with odd numbers have half as many as the others.
+    """Numbers of samples of the ranks' batches; `uneven`: the last ones of a step have half as many on odd ranks.
 
     Only other people's trainers get `uneven` batches: those of ours differ in the number of valid tokens."""
     steps: Annotated[int, Meta(ge=1)] = 3

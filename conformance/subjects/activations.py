@@ -1,11 +1,11 @@
-"""Activations of a subject's model: the memory that one process needs for a micro-batch, which no trainer decides.
+"""Memory that one process needs for a micro-batch, and for a step of its optimizer, which no trainer decides.
 
 Measured with the ledger, or the allocator, that measures parallel runs, so that both leave out the same.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,37 +14,39 @@ from conformance.instruments import accelerators
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeHandler
 from conformance.instruments.saved_tensors import SavedTensors
 from conformance.subjects import reference
-from conformance.subjects.cells import Precision, Workload
+from conformance.subjects.cells import Workload
 from conformance.subjects.data import map_tensors, micro_batches, tensors, to_device
 from conformance.subjects.facts import ActivationMemory
 from conformance.subjects.memory_log import Memory, memory_of
 from conformance.subjects.protocol import Batch, Subject
 from conformance.subjects.turns import turns_of
 
+Way = Literal["fp32", "cast", "autocast"]
+"""Way to compute: in fp32, or in bf16, see `reference.InBf16`."""
+
 
 def activation_memory(
-    subject: Subject, workload: Workload, device: torch.device, *, precision: Precision
+    subject: Subject, workload: Workload, device: torch.device, *, way: Way
 ) -> list[ActivationMemory]:
     """Return the memory of micro-batches by data-parallel rank, of each the most of all steps.
 
-    In bf16 the model is cast as FSDP2 casts it, see `reference.parameters_in_bf16`; a model that refuses this has no
-    activations to tell: an empty list. The device is that of the ranks, since an operator such as attention keeps other
-    tensors on another one.
+    A model that refuses to be cast to bf16 has no activations to tell: an empty list. The device is that of the ranks,
+    since an operator such as attention keeps other tensors on another one.
     """
     accelerators.allocate_workspaces(device)
     model = reference.initial_model(subject, tied=workload.tied).to(device)
-    model = reference.parameters_in_bf16(model) if precision == "bf16" else model
+    model = reference.parameters_in_bf16(model) if way == "cast" else model
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
     for module in model.modules():
         module.register_forward_pre_hook(_each_apart, with_kwargs=True)
     memory, modules = memory_of(device), [turn.module for turn in turns_of(subject)]
-    with memory.installed(), suppress(*reference.REFUSALS) if precision == "bf16" else nullcontext():
+    with memory.installed(), suppress(*reference.REFUSALS) if way == "cast" else nullcontext():
         return [
             _most(
                 [
-                    _measured(turn.subject, model, batch, memory, device, modules)
+                    _measured(turn.subject, model, batch, memory, device, modules, way)
                     for turn in turns_of(subject)
                     for batch in _batches(subject, workload, rank)
                 ]
@@ -92,7 +94,13 @@ class _Others:
 
 
 def _measured(
-    subject: Subject, model: nn.Module, batch: Batch, memory: Memory, device: torch.device, modules: Sequence[str]
+    subject: Subject,
+    model: nn.Module,
+    batch: Batch,
+    memory: Memory,
+    device: torch.device,
+    modules: Sequence[str],
+    way: Way,
 ) -> ActivationMemory:
     """Return the memory of a batch; outputs are those of the modules with these paths."""
     batch = to_device(batch, device)
@@ -107,7 +115,8 @@ def _measured(
         each.register_forward_hook(lambda _m, _inputs, result: outputs.append(_bytes_of(result))) for each in trained
     ]
     with saved.installed(), DispatchTap([], outcomes=[*memory.listeners, others.listen_to_outcomes]):
-        loss = subject.loss(model, batch)
+        with torch.autocast(device.type, torch.bfloat16) if way == "autocast" else nullcontext():
+            loss = subject.loss(model, batch)
         forward, held = memory.peak_bytes - before, memory.held_bytes - before
         saved_bytes, in_forward = saved.held_bytes, others.peak_bytes
         others.peak_bytes = 0
@@ -137,3 +146,21 @@ def _bytes_of(outputs: object) -> int:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def optimizer_bytes(subject: Subject, workload: Workload, device: torch.device) -> int:
+    """Return the most bytes that an optimizer needs in a step on full tensors, besides its state."""
+    model = reference.initial_model(subject, tied=workload.tied).to(device)
+    memory, most = memory_of(device), 0
+    for turn in turns_of(subject):
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and turn.trains(name)]
+        torch.autograd.backward(turn.subject.loss(model, micro_batches(subject, workload, step=0, data_rank=0)[0]))
+        optimizer = turn.subject.make_optimizer(trained)
+        with memory.installed(), DispatchTap([], outcomes=memory.listeners):
+            optimizer.step()  # which makes the state
+            before = memory.held_bytes
+            memory.reset_peak()
+            optimizer.step()
+            most = max(most, memory.peak_bytes - before)
+        model.zero_grad()
+    return most

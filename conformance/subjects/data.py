@@ -1,6 +1,8 @@
 """Data of subjects: the micro-batches of each data-parallel rank, and tensors inside of batches."""
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +16,14 @@ IGNORED_LABEL = -100
 
 
 def micro_batches(subject: Subject, workload: Workload, *, step: int, data_rank: int) -> list[Batch]:
-    """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else."""
+    """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else.
+
+    Of uneven ones the last of every second rank is halved: a loop that joins them and splits the result by size makes
+    as many of them on each rank, whose collectives would not fit otherwise.
+    """
     training_step = step // len(turns_of(subject))
     made = [_batch(subject, training_step, data_rank, index) for index in range(workload.accumulation[step])]
-    return [halved(batch) for batch in made] if workload.uneven and data_rank % 2 else made
+    return [*made[:-1], halved(made[-1])] if workload.uneven and data_rank % 2 else made
 
 
 def all_micro_batches(subject: Subject, workload: Workload, *, step: int) -> list[Batch]:
@@ -36,10 +42,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(map_tensors(function, value) for value in batch)
+        return like(batch, {key: map_tensors(function, value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return like(batch, [map_tensors(function, value) for value in batch])
     return batch
+
+
+def like(batch: Batch, values: Any) -> Batch:
+    """Return a list or tuple of the type of a batch, which may have names for its values, or a mapping, with others.
+
+    Of mappings a `UserDict`, such as the encodings of tokenizers, keeps its type: its keys are attributes, too.
+    """
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    if isinstance(batch, Mapping):
+        return type(batch)(values) if isinstance(batch, UserDict) else values
+    return type(batch)(values)
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:

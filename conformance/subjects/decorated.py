@@ -94,7 +94,7 @@ class FunctionSubject:
     make_tied_model: Callable[[], nn.Module] | None
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Callable[[torch.Generator], Batch]
-    count: Callable[[Batch], int]
+    count: Callable[[Batch], float]
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     clip: Clip
     initialize: Callable[[nn.Module], object] | None
@@ -188,7 +188,7 @@ def subject(
     model: Callable[[], nn.Module],
     loss: Callable[[nn.Module, Batch], Tensor],
     batch: Callable[[torch.Generator], Batch],
-    count: Callable[[Batch], int] = default_count,
+    count: Callable[[Batch], float] = default_count,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
     clip: Clip = clip_with_torch,
     initialize: Callable[[nn.Module], object] | None = None,
@@ -211,7 +211,8 @@ def subject(
         loss: function of model and batch that returns the sum of the losses of samples or tokens, a scalar.
         batch: function of a `torch.Generator` that returns a micro-batch: a tensor, or a dict, list or tuple of
             tensors, whose dimension 0 is the samples.
-        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
+        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples: labels
+            are the integers below the key `labels`, or those of the second of two tensors.
         optimizer: makes the optimizer of parameters. The reference uses it, too.
         clip: function of parameters and a limit that clips gradients and returns their norm before.
         initialize: initialises a materialised model; declares that the function takes a model on the meta device.

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from conformance.bound import Bound, bound
 from conformance.instruments.facts import Collective
+from conformance.oracles import tolerance
+from conformance.oracles.reference import total_norm
 from conformance.oracles.tolerance import FP32_ROUNDOFF
 from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
@@ -33,6 +35,8 @@ BF16_FACTOR = 4.0
 Rounding points are those of one process, so that errors are about equal; tensor parallelism rounds two partial sums and
 their sum where one process rounds once, and gradients that are reduced in bf16 are rounded once more: twice in both.
 """
+TORCH_ADDS = 1e-6
+"""Number that torch's `clip_grads_with_norm_` adds to the norm, against a division by zero."""
 
 
 class SubjectRecord(CapturedShards):
@@ -136,6 +140,18 @@ class Under(Protocol):
 def measured_bound(factor: float, own: float, overall: float) -> Bound:
     """Return the bound of a quantity with an own error, among tensors that have another error together."""
     return bound("factor * max(own, overall, u)", factor=factor, own=own, overall=overall, u=FP32_ROUNDOFF)
+
+
+def clipping_bounds(gradients: Mapping[str, Tensor]) -> dict[str, Bound]:
+    """Return the relative error of each clipped gradient, given those before.
+
+    torch adds a little to the norm, see `TORCH_ADDS`, and other functions need not.
+    """
+    norm = total_norm(gradients.values(), order=2.0)
+    return {
+        name: bound("c + e / norm", c=error, e=TORCH_ADDS, norm=norm) if norm else error
+        for name, error in tolerance.clipping(gradients, order=2.0).items()
+    }
 
 
 def _bounds(errors: OwnErrors, factor: float) -> dict[str, Bound]:

@@ -24,6 +24,7 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.oracles.tolerance import FP32_ROUNDOFF
 from conformance.run.shards import tensor_file
 from conformance.subjects import reference
+from conformance.subjects.advancing import buffers_of, model_at, put_back
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.data import micro_batches, to_dtype
 from conformance.subjects.facts import OwnErrors, StepsJob
@@ -90,10 +91,8 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
         masters = reference.initial_model(subject, tied=job.cell.tied)
         if not all(bool(weights[f"step{step}/{name}"].isfinite().all()) for name, _ in masters.named_parameters()):
             break  # an earlier step is wrong
-        with torch.no_grad():
-            for name, parameter in masters.named_parameters():
-                parameter.copy_(weights[f"step{step}/{name}"])
-        computed = _Step(subject, job.cell, step)
+        advancing = model_at(masters, subject, job.cell.workload, step=step, weights=weights)
+        computed = _Step(subject, job.cell, step, advancing)
         taps, gradients = computed.run(masters)
         step_directory(directory, step).mkdir()
         for data_rank, each in enumerate(taps):
@@ -110,8 +109,9 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
 class _Step:
     """One step of a cell in one process."""
 
-    def __init__(self, subject: Subject, cell: SubjectCell, step: int) -> None:
-        self._turn, self._cell, self._step = turn_of(subject, step), cell, step
+    def __init__(self, subject: Subject, cell: SubjectCell, step: int, advancing: Sequence[str]) -> None:
+        """`advancing` are names of buffers that begin anew for each rank."""
+        self._turn, self._cell, self._step, self._advancing = turn_of(subject, step), cell, step, advancing
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]
         self._count = sum(subject.count(batch) for batch in chain.from_iterable(self._batches))
@@ -122,13 +122,15 @@ class _Step:
         """Return taps by data-parallel rank, and the gradients of the mean loss, with batches in a dtype."""
         named = module_names(name for name, _ in model.named_parameters(remove_duplicate=False))
         sums: dict[str, Tensor] = {}
-        taps = []
+        taps, before = [], buffers_of(model, self._advancing)
         for batches in self._batches:
+            put_back(model, before)
             taps.append(Taps(named=named))
             with taps[-1].attached(model):
                 for batch in batches:
                     self._take(model, batch if dtype is None else to_dtype(batch, dtype), taps[-1], autocast=autocast)
                     _add_gradients(model, sums)
+        put_back(model, before)
         return taps, {name: each for name, each in sums.items() if self._turn.trains(name)}
 
     def _take(self, model: nn.Module, batch: Batch, taps: Taps, *, autocast: bool) -> None:

@@ -62,7 +62,8 @@ class HeldMemory(msgspec.Struct, frozen=True):
     requested_bytes: int
     """Bytes that torch asked for, before the allocator rounds."""
     known_bytes: dict[str, int]
-    """Bytes on the device of the storages of `parameters`, `gradients`, `buffers` and of the `optimizer`'s state."""
+    """Bytes on the device of the storages of `parameters`, `gradients`, `buffers`, of the `optimizer`'s state, and of
+    all tensors that are `sharded`."""
     other_bytes: int
     """Bytes of all else."""
 
@@ -234,6 +235,10 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
     varies: bool
     """True if `count` differs between ranks."""
+    optimizer_bytes: int = 0
+    """Most bytes that the optimizer needs in a step on full tensors, besides its state."""
+    autocast_activations: list[ActivationMemory] = []
+    """Memory of a micro-batch under torch's autocast to bf16, by data-parallel rank; empty if nothing is in bf16."""
     bf16_activations: list[ActivationMemory] = []
     """Memory in bf16 by data-parallel rank, cast as FSDP2 casts; empty where nothing computes in bf16."""
     bf16_updates: list[OwnErrors] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from conformance.instruments.capture import fingerprint
-from conformance.subjects.data import tensors
+from conformance.subjects.data import like, tensors
 from conformance.subjects.protocol import Batch, SubjectMistake
 
 _MOST_EPOCHS = 1000
@@ -190,8 +190,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         except RuntimeError as error:
             raise SubjectMistake(f"batches of a step cannot be joined: {error}; take config.steps") from None
     if isinstance(first, Mapping):
-        return {key: joined([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
-        join: Callable[..., Batch] = joined
-        return type(first)(join(values) for values in zip(*batches, strict=True))
+        return like(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, list | tuple):
+        return like(first, [joined(values) for values in zip(*batches, strict=True)])
     return first

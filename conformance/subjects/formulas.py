@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from conformance.instruments.tensor_file import write_tensors
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects import reference
+from conformance.subjects.advancing import buffers_of, model_at, put_back
 from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors, to_dtype
 from conformance.subjects.facts import StepsJob
 from conformance.subjects.protocol import Batch, Subject
@@ -31,16 +33,16 @@ Tensors = Mapping[str, Tensor]
 class StepTerms(msgspec.Struct, frozen=True):
     """Sizes of the micro-batches of one step, by data-parallel rank and micro-batch."""
 
-    counts: list[list[int]]
-    """Numbers by which losses count: labels that are not ignored, or samples."""
+    counts: list[list[int | float]]
+    """Numbers by which losses count: labels that are not ignored, samples, or their weights."""
     samples: list[list[int]]
     padded: list[list[int]]
     """Elements of the smallest tensor of the batch: labels, ignored ones included."""
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """Number of all that counts in the step."""
-        return sum(map(sum, self.counts))
+        return sum(chain.from_iterable(self.counts))
 
 
 def write_terms(subject: Subject, job: StepsJob) -> None:
@@ -59,15 +61,17 @@ def _terms(
 ) -> tuple[dict[str, Tensor], list[StepTerms]]:
     workload, written, facts = job.cell.workload, dict[str, Tensor](), []
     for step in range(len(job.cell.accumulation)):
-        model = _model_at(subject, job, weights, step, dtype)
+        model, advancing = _model_at(subject, job, weights, step, dtype)
         if model is None:
             break  # an earlier step is wrong
         batches = [micro_batches(subject, workload, step=step, data_rank=rank) for rank in range(workload.data_ranks)]
+        buffers = buffers_of(model, advancing)
         for rank, own in enumerate(batches):
+            put_back(model, buffers)
             for index, batch in enumerate(own):
                 gradients = _gradients(turn_of(subject, step), model, batch, dtype)
                 written |= {f"step{step}/rank{rank}/micro{index}/{name}": each for name, each in gradients.items()}
-        stale = _model_at(subject, job, weights, step - 1, dtype) if step else None
+        stale = _model_at(subject, job, weights, step - 1, dtype)[0] if step else None
         turn, turn_before = turn_of(subject, step), turn_of(subject, step - 1)
         if stale is not None:
             for batch in all_micro_batches(subject, workload, step=step):
@@ -87,13 +91,14 @@ def _terms(
     return written, facts
 
 
-def _model_at(subject: Subject, job: StepsJob, weights: Tensors, step: int, dtype: torch.dtype) -> nn.Module | None:
-    """Return the model with the weights of the run before a step; None if they are not finite."""
-    model = reference.promoted(reference.initial_model(subject, tied=job.cell.tied), dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[f"step{step}/{name}"])
-    return model if all(bool(parameter.isfinite().all()) for parameter in model.parameters()) else None
+def _model_at(
+    subject: Subject, job: StepsJob, weights: Tensors, step: int, dtype: torch.dtype
+) -> tuple[nn.Module | None, Sequence[str]]:
+    """Return the model as it is before a step, None if its weights are not finite, and the buffers that advance."""
+    model = reference.initial_model(subject, tied=job.cell.tied)
+    advancing = model_at(model, subject, job.cell.workload, step=step, weights=weights)
+    is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    return reference.promoted(model, dtype) if is_finite else None, advancing
 
 
 def _add(written: dict[str, Tensor], prefix: str, gradients: Tensors) -> None:
@@ -220,7 +225,7 @@ class StepFormulas:
         return self._weighted(lambda rank, _index: float(rank in ranks) / count)
 
     @property
-    def _own(self) -> list[int]:
+    def _own(self) -> list[float]:
         return [sum(each) for each in self.facts.counts]
 
     @property
@@ -296,6 +301,6 @@ def _below(named: Tensors, prefix: str) -> Tensors:
     return {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
 
 
-def _joined(numbers: Sequence[int]) -> str:
+def _joined(numbers: Sequence[float]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} and {last}" if first else last

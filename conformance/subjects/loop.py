@@ -60,7 +60,7 @@ class Loop:
     model: nn.Module
     optimizer: Optimizer
     loss: Callable[[nn.Module, Batch], Tensor]
-    count: Callable[[Batch], int]
+    count: Callable[[Batch], float]
     clip: Callable[[Iterable[nn.Parameter]], Tensor]
     data: DataGroup
     averaged: bool

@@ -93,6 +93,7 @@ class SubjectRecorder:
         *,
         names: Collection[str],
         aliases: Collection[str],
+        last_step: int,
         begin: Callable[[Built], None],
         memory: MemoryLog,
         noted: Callable[[Collective], None] | None = None,
@@ -108,11 +109,12 @@ class SubjectRecorder:
         `memory` and `accelerator` have been there before the run was built.
         """
         self._begin, self._kept_in_fp32 = begin, frozenset(kept_in_fp32)
-        self._is_begun = False
+        self._is_begun, self._last_step = False, last_step
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         trained = {"is_trained": run.is_trained} if hasattr(run, "is_trained") else {}
         self._capture = Capture(named=self._named, **trained)
         self._dtypes, self._collectives = DtypeAudit(), CollectiveLog(noted)
+        self._collectives.parameters = self._own_parameters = set[int]()
         self._writers, self.taps = writers, self._new_taps() if writers else None
         listeners = [self._dtypes.listen, self._collectives.listen, *([self.taps.listen] if self.taps else [])]
         outcomes: list[OutcomeListener] = [each.listen_to_outcomes for each in (self.taps, writers) if each]
@@ -217,6 +219,7 @@ class SubjectRecorder:
         by_policy = {modules[path]: keeps_its_dtype(module) for path, module in groups.items()}
         self._dtypes.tell_apart(by_policy | dict.fromkeys(self._kept_layers(model), True))
         used: dict[nn.Module, dict[str, str]] = {}
+        self._own_parameters.update(map(id, model.parameters()))
         self._leave_out(model)
         own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -299,6 +302,8 @@ class SubjectRecorder:
             self._memory.hold(self._run.model, self._run.optimizer, step=self._step)
             if self.taps:
                 self._capture.after_step(self._sharded, self._run.optimizer, step=self._step)
+            if self._step == self._last_step:  # a loop may put other weights into its model at its end, as averages
+                self._capture.final(self._run.model, self._run.optimizer, parameters=self._sharded)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -356,10 +361,6 @@ class SubjectRecorder:
             )
         run, rank = self._run, dist.get_rank()
         self._end_step()
-        for module in run.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation after the last step leaves the root unsharded
-        self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
         dtypes = self._dtypes.facts()
         return SubjectFacts(

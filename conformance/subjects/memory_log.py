@@ -4,6 +4,7 @@ One log for all devices: an accelerator's caching allocator tells its statistics
 takes its place.
 """
 
+import functools
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.instruments import accelerators
@@ -28,6 +30,9 @@ _POLL_S, _CALM = 0.0005, 3
 """Time between looks at the memory of the CPU, and how many of them must see no change and no thread at work."""
 _LONGEST_WAIT_S = 0.5
 """Time after which threads that go on working have nothing to do with the run."""
+_SEARCHED_ABOVE_BYTES = 64
+"""Bytes besides the state of training above which all objects of Python are searched for what holds them."""
+_CACHED = type(functools.cache(lambda: None))
 BUILD = -1
 """Number of the step before all steps, in which the model is built."""
 
@@ -179,10 +184,20 @@ class MemoryLog:
         self.memory.settle()
         requested_bytes = self.memory.held_bytes - self._before_bytes
         kinds = dict(_state_tensors(model, optimizer))
+        other_bytes = requested_bytes - self._counted_bytes(kinds)
+        if other_bytes > _SEARCHED_ABOVE_BYTES:
+            kept, sharded = _kept_and_sharded()
+            kinds |= {"buffers": [*kinds["buffers"], *filter(self._is_owned, kept)], "sharded": sharded}
+            other_bytes = requested_bytes - self._counted_bytes(kinds)
         known_bytes = {kind: _bytes(self._on_device(tensors)) for kind, tensors in kinds.items()}
+        self._held.append(HeldMemory(step, requested_bytes, known_bytes, other_bytes))
+
+    def _counted_bytes(self, kinds: Mapping[str, Sequence[Tensor]]) -> int:
         every = self._on_device(tensor for tensors in kinds.values() for tensor in tensors)
-        counted = [storage for storage in every if self.memory.owns(storage)]
-        self._held.append(HeldMemory(step, requested_bytes, known_bytes, requested_bytes - _bytes(counted)))
+        return _bytes(storage for storage in every if self.memory.owns(storage))
+
+    def _is_owned(self, tensor: Tensor) -> bool:
+        return any(map(self.memory.owns, self._on_device([tensor])))
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         storages = (local(tensor).untyped_storage() for tensor in tensors)
@@ -207,23 +222,44 @@ class MemoryLog:
 
 
 def _state_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the tensors of the state of training by kind; a module's other tensors count as its buffers."""
+    """Yield the tensors of the state of training by kind.
+
+    A module's other tensors count as its buffers, if they are no part of a graph: it keeps them for its next call.
+    """
     parameters = [*model.parameters()]
     yield "parameters", parameters
     yield "gradients", [parameter.grad for parameter in parameters if parameter.grad is not None]
-    attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    yield "buffers", [*model.buffers(), *attributes]
+    kept = _tensors(map(_attributes, model.modules()))
+    yield "buffers", [*model.buffers(), *(tensor for tensor in kept if not tensor.requires_grad)]
     yield "optimizer", [*_tensors(optimizer.state.values())]
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def _attributes(module: nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers")]
+
+
+def _kept_and_sharded() -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of no graph that functions with a cache of `functools` keep, and all that are sharded.
+
+    The latter are moving averages of the parameters, or those of a teacher.
+    """
+    kept: list[object] = []
+    sharded: list[Tensor] = []
+    for each in gc.get_objects():
+        if type(each) is _CACHED:
+            kept.append(gc.get_referents(each))
+        elif type(each) is DTensor and any(hasattr(placement, "dim") for placement in each.placements):
+            sharded.append(each)
+    return [tensor for tensor in _tensors(kept) if not tensor.requires_grad], sharded
+
+
+def _tensors(values: Iterable[object], *, depth: int = 5) -> Iterator[Tensor]:
+    """Yield the tensors in containers that are nested no deeper; they may contain themselves."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+        elif isinstance(value, Mapping | list | tuple) and depth:
+            yield from _tensors(value.values() if isinstance(value, Mapping) else value, depth=depth - 1)
 
 
 def _bytes(storages: Iterable[torch.UntypedStorage]) -> int:

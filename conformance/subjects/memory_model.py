@@ -4,7 +4,8 @@ All bytes are of one rank and above those that it holds before the step. FSDP2's
 torch/distributed/fsdp/_fully_shard: the output of an all-gather, the unsharded parameters that are copied out of it,
 the unsharded gradients, the input of a reduce-scatter and its output.
 
-- Activations: those of one process for the same micro-batch, in the dtype of the cell, under the same ledger. Of a
+- Activations: those of one process for the same micro-batch, in the dtype of the cell, under the same ledger; under
+  torch's autocast in bf16 where FSDP2 does not cast the parameters. Of a
   model that one process cannot cast as FSDP2 does, each tensor is there in bf16, in fp32, or in both: at most 3/2 of
   those in fp32. Where ranks exchange samples (all-to-all, as for experts) a rank may be given those of all ranks.
 - With tensor parallelism a rank holds what autograd saves in its own run, whose sizes are those of its layout: a fault
@@ -19,6 +20,7 @@ the unsharded gradients, the input of a reduce-scatter and its output.
 - In a step of several micro-batches all groups may stay unsharded, and all gradients may wait unsharded for the last.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -28,7 +30,7 @@ import torch
 
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
-from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups
+from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups, gathers_between_steps, members
 from conformance.subjects.facts import ActivationMemory, AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
@@ -64,19 +66,56 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
         raise Unsupported("FSDP2 has made no group of parameters")
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
-    others = own.fixed_bytes + own.left_bytes
+    others = own.fixed_bytes + own.left_bytes + other_models_bytes(evidence, facts, step)
     in_flight = in_flight_bytes(
         evidence, facts, besides=names
     )  # gloo's threads; those of FSDP's groups are in its buffers
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
-    yield PhaseRoom("forward", forward, forward + own.forward_bytes + buffers.forward() + in_flight)
+    ahead = forward + _gathered_ahead_bytes(evidence, facts, step)
+    yield PhaseRoom("forward", ahead, ahead + own.forward_bytes + buffers.forward() + in_flight)
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
     most = max(own.backward_bytes + buffers.backward(), own.held_bytes + buffers.end_of_backward())
     yield PhaseRoom("backward", forward + own.held_bytes, backward + most + in_flight)
     clip = others + own.gradient_bytes
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
-    state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes
+    state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes + _full_tensors_bytes(evidence, facts, step)
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)
+
+
+def _full_tensors_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes for an optimizer that gathers tensors to compute with them, as Muon and Shampoo do.
+
+    They are those of a step in one process, beside the output of a gather, and the full tensor made of it.
+    """
+    known = evidence.reference.facts
+    issued = [each for each in facts.collectives if (each.step, each.phase) == (step, "optimizer")]
+    if not any(each.numel > len(known.parameters) for each in issued):
+        return 0
+    largest = max(math.prod(each.shape) * _itemsize(each) for each in facts.parameters.values() if each.is_trained)
+    return known.optimizer_bytes + 2 * largest
+
+
+def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes of what FSDP2 has gathered before forward, as by `unshard`, and of one all-gather's output."""
+    gathers = [
+        entry.nbytes * len(group.ranks)
+        for group in fsdp_groups(evidence.record, facts.rank)
+        for entry in gathers_between_steps(facts, group, step=step)
+    ]
+    return sum(gathers) + max(gathers, default=0)
+
+
+def other_models_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
+    """Return the bytes that FSDP2 gathers in a step for models beside the one that is trained, such as a teacher.
+
+    All their groups may be gathered at once, before the step is told to begin, and their root stays so. Their outputs
+    are there, too, as large as those of the model that is trained.
+    """
+    gathers = [each for each in facts.collectives if each.step in (step - 1, step) and each.kind == GATHER]
+    size = evidence.cell.world_size
+    sizes = [each.nbytes * len(members(each.group, size)) for each in gathers if each.is_of_other_model]
+    outputs = _NAMED * _activations(evidence, facts, max(step, 0)).output_bytes
+    return sum(sizes) + max(sizes) + outputs if sizes else 0
 
 
 def in_flight_bytes(evidence: Evidence, facts: SubjectFacts, *, besides: Collection[str] = ()) -> int:
@@ -107,7 +146,8 @@ class _Own:
         self.held_bytes = activations.held_bytes
         self.backward_bytes = activations.backward_bytes
         self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
-        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + (facts.batch_bytes if on_device else 0)
+        kept = max(after["buffers"] - before["buffers"], 0)  # such as a mask that is made by the first step
+        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + kept + (facts.batch_bytes if on_device else 0)
         sharded = sum(group.trained_shard_bytes for group in facts.groups)
         ignored = sum(shard_bytes(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
         self.trained_bytes = sharded + ignored
@@ -118,8 +158,12 @@ class _Own:
 
 def shard_bytes(parameter: ShardedParameter) -> int:
     """Return the bytes of a rank's shard of a parameter that FSDP2 leaves alone."""
+    return parameter.local_numel * _itemsize(parameter)
+
+
+def _itemsize(parameter: ShardedParameter) -> int:
     dtype: torch.dtype = getattr(torch, parameter.dtype)
-    return parameter.local_numel * dtype.itemsize
+    return dtype.itemsize
 
 
 def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:
@@ -127,11 +171,18 @@ def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> Activati
     known, in_bf16 = evidence.reference.facts, evidence.cell.precision == "bf16"
     exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
     samples = evidence.cell.world_size if exchanged else 1
-    if in_bf16 and known.bf16_activations:
+    if in_bf16 and not _gathers_in_bf16(facts):
+        alone = _scaled(known.autocast_activations[facts.data_rank], samples)
+    elif in_bf16 and known.bf16_activations:
         alone = _scaled(known.bf16_activations[facts.data_rank], samples)
     else:
         alone = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
     return _on_one_rank(alone, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else alone
+
+
+def _gathers_in_bf16(facts: SubjectFacts) -> bool:
+    """Return whether FSDP2 casts parameters: a run in bf16 in which it does not is torch's autocast's."""
+    return any(entry.is_of_fsdp and (entry.kind, entry.dtype) == (GATHER, "bfloat16") for entry in facts.collectives)
 
 
 def _on_one_rank(alone: ActivationMemory, saved_bytes: int) -> ActivationMemory:

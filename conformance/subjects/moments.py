@@ -3,8 +3,9 @@
 A micro-batch begins when the model, or a module that FSDP has sharded, is called with gradients, and not inside of a
 backward pass, where activation checkpointing computes again. A backward pass is a call of `torch.autograd.backward`,
 which `Tensor.backward` makes. Gradients are those at the end of the last backward pass, or later, when `GradScaler` has
-unscaled them, or one of torch's functions takes their norm. The step ends when each parameter that is trained has had a
-step of its optimizer, of which there may be several; hooks of optimizers tell both.
+unscaled them, or one of torch's functions takes their norm; a loop that is declared not to clip may change them until
+the optimizer steps. The step ends when each parameter that is trained has had a step of its optimizer, of which there
+may be several; hooks of optimizers tell both.
 """
 
 import functools
@@ -453,7 +454,9 @@ class Moments:
                 "the optimizer steps, and no backward pass was seen since the last step: call loss.backward() in the "
                 "loop, or torch.autograd.backward by its full name"
             )
-        if not self._is_last_backward:
+        if (
+            not self._is_last_backward or self._max_norm == math.inf
+        ):  # a loop may change gradients that it does not clip
             self.before_clip()
         self._count.clipped, self._count.clipped_after = True, self._count.backward_passes
         self._observer.clipped(self._run.model, norm=self._norm(), step=self._step)

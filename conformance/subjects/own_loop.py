@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 from unittest.mock import patch
 
 import torch
@@ -107,7 +107,7 @@ class LoopSubject:
     make_tied_model: Callable[[], nn.Module] | None
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Callable[[torch.Generator], Batch]
-    count: Callable[[Batch], int]
+    count: Callable[[Batch], float]
     optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], Any] | None
     max_norm: float | None
@@ -121,6 +121,8 @@ class LoopSubject:
     packages: Sequence[str]
     refuses: Callable[[SubjectCell], str | None]
     shims: Sequence[str] = field(default=())
+    divides_losses: ClassVar[bool] = True
+    """True, always: the owner's code divides by what counts, and the suite's does not."""
     turns: Mapping[str, "LoopSubject"] = field(default_factory=dict)
     """Subjects with one loss and one optimizer each, by the module that these train; empty if all is trained at once.
     """
@@ -325,7 +327,7 @@ def own_loop(
     model: Callable[[], nn.Module],
     loss: Loss | Mapping[str, Loss],
     batch: Callable[[torch.Generator], Batch],
-    count: Callable[[Batch], int] = default_count,
+    count: Callable[[Batch], float] = default_count,
     optimizer: MakeOptimizer | Mapping[str, MakeOptimizer] = sgd,
     scheduler: Callable[[Optimizer], Any] | None = None,
     max_norm: float | None = None,
@@ -346,8 +348,10 @@ def own_loop(
     The function makes model and optimizer, and trains on the micro-batches of `config` (`LoopConfig`): of
     `config.steps`, or those that its own `DataLoader` yields, in place of whose data the suite puts its own. It yields,
     or returns a list of, what it logs in each step: a loss, `(loss, norm)`, or a mapping with `loss` and `grad_norm`;
-    if it tells none, losses are not judged. It calls nothing of the suite. All ranks have a default process group:
-    `init_process_group` does nothing there.
+    if it tells none, losses are not judged; one rank may tell them alone. It calls nothing of the suite. All ranks have
+    a default process group: `init_process_group` does nothing there. Gradients are judged as they are after the last
+    backward pass of a step. A loop that changes them later, as by a division, takes their norm with torch's functions,
+    which show when they are done: `get_total_norm`, `clip_grad_norm_` or `GradScaler.unscale_`.
 
     Args:
         model: makes the model that one process trains, in fp32 and without dropout; a class will do.
@@ -356,7 +360,8 @@ def own_loop(
             a mapping: each loss by the name of the module that it trains, in the order in which their optimizers step.
         batch: function of a `torch.Generator` that returns a micro-batch as the loop gets it: a tensor, or a dict, list
             or tuple of tensors, whose dimension 0 is the samples.
-        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
+        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples: labels
+            are the integers below the key `labels`, or those of the second of two tensors.
         optimizer: makes the optimizer that the loop makes, for the reference; or a list of those that step together, as
             of matrices and of other parameters. A mapping by module if those that take turns differ.
         scheduler: makes the schedule of learning rates that the loop steps once in each step, of an optimizer.

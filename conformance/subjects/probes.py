@@ -4,12 +4,13 @@ Losses are divided by counts in the reference and, where the suite supplies the 
 both would be wrong in the same way, and no comparison would see it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from conformance.subjects.advancing import buffers_kept
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import (
     IGNORED_LABEL,
@@ -78,6 +79,7 @@ class _Probe:
 
     def notes(self, batch: Batch) -> Iterator[str]:
         """Yield sentences about the losses of one batch; raises SubjectMistake."""
+        self._require_known_labels(batch)
         twice, halves = self._same_twice(batch), self._both_halves(batch)
         labels = self._labels(batch)
         half_labels = self._both_label_halves(batch, labels) if labels is not None else None
@@ -101,7 +103,9 @@ class _Probe:
     def _loss(self, batch: Batch, dtype: torch.dtype | None = None) -> float:
         torch.manual_seed(SEED)
         dtype = dtype or self._dtype
-        return float(self._subject.loss(self._models[dtype], to_dtype(batch, dtype)).detach())
+        model = self._models[dtype]
+        with buffers_kept(model):
+            return float(self._subject.loss(model, to_dtype(batch, dtype)).detach())
 
     def _tried(self, batch: Batch) -> float | None:
         """Return the loss of a batch that `batch()` has not made; None if the model or the loss cannot take it."""
@@ -137,6 +141,20 @@ class _Probe:
             return None
         rest = map_tensors(lambda tensor: tensor[count:], batch)
         return self._summed([halved(batch), rest], self._loss(batch), self._bound(batch))
+
+    def _require_known_labels(self, batch: Batch) -> None:
+        """Raise SubjectMistake for a loop without `count=` whose second tensor may be labels, or something else."""
+        labels = labels_of(batch)
+        is_declared = self._subject.count is not default_count or not getattr(self._subject, "divides_losses", False)
+        if labels is None or is_declared or isinstance(batch, Mapping) or labels.numel() == samples(batch):
+            return
+        halves = self._both_label_halves(batch, labels)
+        if halves is None or halves.deviation:
+            raise SubjectMistake(
+                f"what does a batch count by? its second tensor has {labels.numel()} integers for {samples(batch)} "
+                f"samples, and loss() does not leave out those that are {IGNORED_LABEL}, as it does labels: declare "
+                "count=, a function of a batch, by whose sum the loop divides"
+            )
 
     def _counts_batches(self, batch: Batch) -> bool:
         """Return whether `count` is 1 for a batch of any number of samples: it counts micro-batches."""

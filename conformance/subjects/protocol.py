@@ -121,8 +121,8 @@ class Subject(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a micro-batch, a scalar: a sum over samples or tokens."""
 
-    def count(self, batch: Batch) -> int:
-        """Return the number by which the loss of a batch counts: its samples, or valid tokens."""
+    def count(self, batch: Batch) -> float:
+        """Return the number by which the loss of a batch counts: its samples, valid tokens, or the sum of weights."""
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer that the reference trains with."""

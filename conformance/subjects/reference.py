@@ -9,6 +9,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,8 +20,9 @@ from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.numerics.split_products import SplitProducts
 from conformance.oracles.reference import clip_factor, total_norm
+from conformance.subjects.advancing import advancing_buffers, buffers_of, put_back
 from conformance.subjects.cells import Workload
-from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
+from conformance.subjects.data import all_micro_batches, micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.measuring import MATMULS_IN_FORWARD, learning_rates
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
@@ -108,6 +110,9 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 class Noise(Protocol):
     """Noise on gradients, see `conformance.subjects.noise`."""
 
+    def on_weights(self, model: nn.Module) -> None:
+        """Change the weights with which a run begins."""
+
     def in_step(self, step: int, gradients: Tensors) -> Tensors:
         """Return the noise on gradients, by name, with which the optimizer takes a step."""
 
@@ -121,13 +126,15 @@ def train(
     max_norm: float | None,
     in_bf16: "InBf16 | None" = None,
     noise: Noise | None = None,
+    clips_exactly: bool = False,
 ) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
     In other orders an optimizer that multiplies matrices in 16 bits does so in two parts, see `split_products`.
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`. With `in_bf16` the model computes
     in bf16, and the weights that the optimizer updates stay in `dtype`. `noise` is added to gradients that are clipped,
-    and is not among those that are returned.
+    and is not among those that are returned. With `clips_exactly` the norm is brought down to the limit itself, without
+    the 1e-6 that torch adds to it.
     """
     model = promoted(initial_model(subject, tied=workload.tied), dtype)
     turns = turns_of(subject)
@@ -139,15 +146,25 @@ def train(
     ]
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
+    if noise is not None:
+        noise.on_weights(model)
+    first = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=0)]
+    advancing = advancing_buffers(model, [turn.subject.loss for turn in turns], first)
     for step in range(len(workload.accumulation)):
-        batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=step)]
+        batches = [
+            [to_dtype(batch, dtype) for batch in micro_batches(subject, workload, step=step, data_rank=rank)]
+            for rank in range(workload.data_ranks)
+        ]
         turn, optimizer = turns[step % len(turns)], optimizers[step % len(turns)]
-        run.losses.append(_accumulate(turn.subject, model, batches, order=order, in_bf16=in_bf16))
+        ordered = _reordered(batches, order, keeps_ranks_together=bool(advancing))
+        run.losses.append(_accumulate(turn.subject, model, ordered, in_bf16=in_bf16, advancing=advancing))
         run.by_products.append(_by_products(model, turn))
         gradients = _gradients(model)
         run.gradients.append(gradients)
         run.norms.append(total_norm(gradients.values(), order=2.0))
-        factor = clip_factor(run.norms[-1], max_norm=half_of(run.norms[0]) if max_norm is None else max_norm)
+        limit = half_of(run.norms[0]) if max_norm is None else max_norm
+        norm = run.norms[-1]
+        factor = min(1.0, limit / norm) if clips_exactly and norm else clip_factor(norm, max_norm=limit)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -185,14 +202,26 @@ def half_of(norm: float) -> float:
 
 
 def _accumulate(
-    subject: Subject, model: nn.Module, batches: Sequence[Batch], *, order: int, in_bf16: "InBf16 | None" = None
+    subject: Subject,
+    model: nn.Module,
+    batches: Sequence[Sequence[Batch]],
+    *,
+    in_bf16: "InBf16 | None" = None,
+    advancing: Sequence[str] = (),
 ) -> float:
-    """Add up the gradients of the mean loss of micro-batches, in the order with a number; returns the loss."""
-    total = sum(subject.count(batch) for batch in batches)
+    """Add up the gradients of the mean loss of micro-batches; returns the loss.
+
+    Buffers with the names in `advancing` begin anew for each list of micro-batches.
+    """
+    every = [*chain.from_iterable(batches)]
+    total = sum(subject.count(batch) for batch in every)
     if not total:
         raise SubjectMistake("count() is 0 for all batches of a step: nothing counts")
-    loss_sum = 0.0
-    for batch in _reordered(batches, order):
+    loss_sum, before = 0.0, buffers_of(model, advancing)
+    begins = {id(own[0]) for own in batches}
+    for batch in every:
+        if id(batch) in begins:
+            put_back(model, before)
         computing = in_bf16.computing(model) if in_bf16 else model
         with in_bf16.forward(model) if in_bf16 else nullcontext():
             loss = subject.loss(computing, batch)
@@ -200,6 +229,7 @@ def _accumulate(
         torch.autograd.backward(loss / total)
         if computing is not model:
             _add_gradients(model, computing)
+            put_back(model, buffers_of(computing, advancing))
         loss_sum += float(loss.detach())
     return loss_sum / total
 
@@ -222,13 +252,17 @@ def _require_loss(loss: object) -> None:
         raise SubjectMistake(f"loss() returned {float(loss.detach())} in one process")
 
 
-def _reordered(batches: Sequence[Batch], order: int) -> list[Batch]:
+def _reordered(
+    batches: Sequence[Sequence[Batch]], order: int, *, keeps_ranks_together: bool
+) -> Sequence[Sequence[Batch]]:
+    """Return the micro-batches of all ranks in another order, with their samples in another one: lists of any."""
     if not order:
-        for batch in batches:
+        for batch in chain.from_iterable(batches):
             samples(batch)
-        return list(batches)
-    places = torch.randperm(len(batches), generator=torch.Generator().manual_seed(order)).tolist()
-    return [permuted(batches[place], seed=order) for place in places]
+        return batches
+    lists = batches if keeps_ranks_together else [[batch] for batch in chain.from_iterable(batches)]
+    places = torch.randperm(len(lists), generator=torch.Generator().manual_seed(order)).tolist()
+    return [[permuted(batch, seed=order) for batch in lists[place]] for place in places]
 
 
 def own_errors(runs: Sequence[Mapping[str, Tensor]], exact: Mapping[str, Tensor], origin: Tensors | None) -> OwnErrors:

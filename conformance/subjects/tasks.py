@@ -1,5 +1,6 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -30,12 +31,12 @@ from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
 from conformance.subjects import reference
 from conformance.subjects.accelerator import AcceleratorLog
-from conformance.subjects.activations import activation_memory
-from conformance.subjects.cells import Accumulation, Workload, subject_cell
+from conformance.subjects.activations import activation_memory, optimizer_bytes
+from conformance.subjects.cells import Accumulation, SubjectCell, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
 from conformance.subjects.data import micro_batches, tensors
-from conformance.subjects.decorated import load_subject
-from conformance.subjects.evidence import FP32_FACTOR
+from conformance.subjects.decorated import clip_with_torch, load_subject
+from conformance.subjects.evidence import FP32_FACTOR, TORCH_ADDS
 from conformance.subjects.expectation import write_expected_steps
 from conformance.subjects.facts import (
     DescribeJob,
@@ -141,7 +142,18 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
-    noisy = runs_with_noise(subject, job.workload, exact, gradients, max_norm=max_norm)
+    noisy = runs_with_noise(
+        subject,
+        job.workload,
+        exact,
+        gradients,
+        max_norm=max_norm,
+        splits_sums=_runs(subject, lambda cell: "tp" in cell.shape),
+    )
+    smallest = min(each.overall for each in gradients)
+    if _may_clip_exactly(subject, max_norm) and smallest * min(exact.norms) < TORCH_ADDS:
+        train_in = partial(train, subject, job.workload, dtype=torch.float32, order=0, max_norm=max_norm)
+        noisy.append(train_in(clips_exactly=True))
     if noisy:
         by_gradients = [
             own_errors([run.gradients[step] for run in noisy], exact.gradients[step], None) for step in steps
@@ -151,7 +163,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         ]
         gradients, updates = raised(gradients, by_gradients), raised(updates, by_updates)
     _write(Path(job.directory), exact, runs[0])
-    in_bf16 = _trains_in_bf16(subject)
+    in_bf16 = _runs(subject, lambda cell: cell.precision == "bf16")
     bf16 = _bf16(subject, job.workload, exact, max_norm) if in_bf16 else _Bf16()
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
@@ -182,8 +194,10 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         bf16_loss_error=bf16.loss_error,
         bf16_matmul_dtypes=bf16.matmul_dtypes,
         kept_in_fp32=bf16.kept,
-        activations=activation_memory(subject, job.workload, device, precision="fp32"),
-        bf16_activations=activation_memory(subject, job.workload, device, precision="bf16") if in_bf16 else [],
+        activations=activation_memory(subject, job.workload, device, way="fp32"),
+        bf16_activations=activation_memory(subject, job.workload, device, way="cast") if in_bf16 else [],
+        autocast_activations=activation_memory(subject, job.workload, device, way="autocast") if in_bf16 else [],
+        optimizer_bytes=optimizer_bytes(subject, job.workload, device),
         varies=_varies(subject, job.workload),
         turns=len(turns),
         by_products=exact.by_products,
@@ -245,6 +259,7 @@ def _train(context: RankContext, subject: Subject, job: TrainJob, *, writers: Wr
             run,
             names=job.names,
             aliases=job.aliases,
+            last_step=len(job.cell.accumulation) - 1,
             begin=partial(_begin, job, device, uninitialised, lines, memory),
             memory=memory,
             noted=LastCollective(Path(job.directory), rank=context.rank).note,
@@ -423,9 +438,14 @@ def _limit(subject: Subject, exact: Trajectory) -> float:
     return reference.half_of(exact.norms[0]) if own is None else own
 
 
-def _trains_in_bf16(subject: Subject) -> bool:
-    cells = map(subject_cell, TRAINER_CELLS)
-    return any(cell.precision == "bf16" and subject.unsupported(cell) is None for cell in cells)
+def _runs(subject: Subject, is_meant: Callable[[SubjectCell], bool]) -> bool:
+    """Return whether a subject runs any of the cells that are meant."""
+    return any(is_meant(cell) and subject.unsupported(cell) is None for cell in map(subject_cell, TRAINER_CELLS))
+
+
+def _may_clip_exactly(subject: Subject, max_norm: float) -> bool:
+    """Return whether gradients may be clipped by another function than torch's, which adds a little to the norm."""
+    return getattr(subject, "clip", None) is not clip_with_torch and max_norm < math.inf
 
 
 class _Bf16(NamedTuple):

@@ -1,5 +1,6 @@
 """Own loops of the tests: some that are right, each in its own way, and some that are wrong in one thing each."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -152,6 +153,86 @@ class OwnClip(Trainer):
     def clip(self) -> None:
         squares = torch.stack([gradient.norm() ** 2 for gradient in self.gradients()]).sum()
         self.scale_down(total(squares).sqrt())
+
+
+class Averages(OwnClip):
+    """Trainer with two moving averages, whose clipping adds nothing to the norm."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.averages = {share: [p.detach().clone() for p in self.model.parameters()] for share in (0.5, 0.1)}
+
+    def scale_down(self, norm: Tensor) -> None:
+        torch._foreach_mul_(self.gradients(), float((self.max_norm / norm).clamp(max=1.0)))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        super().update()
+        for share, average in self.averages.items():
+            for kept, parameter in zip(average, self.model.parameters(), strict=True):
+                kept.lerp_(parameter, share)
+
+
+class Unclipped(Trainer):
+    """Trainer that divides gradients after backward, and does not clip them."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * 2)
+
+    def clip(self) -> None:
+        torch._foreach_mul_(self.gradients(), 0.5)
+
+
+class GatheredAhead(Trainer):
+    """Trainer that gathers all groups before each step, without waiting."""
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+        return super().train_step(micro_batches)
+
+
+class UnderAutocast(Trainer):
+    """Trainer that leaves precision to autocast, and casts no parameter."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.is_on = config.precision == "bf16"
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
+            return super().loss(batch)
+
+
+class Taught(Trainer):
+    """Trainer with a frozen teacher, which is sharded on its own."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.teacher: Any = sharded(taught_net()).requires_grad_(False)
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(batch["tokens"])
+        return distance(self.model(batch["tokens"]), taught, batch)
+
+
+def taught_net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Net()
+
+
+def distance(logits: Tensor, taught: Tensor, batch: Batch) -> Tensor:
+    losses = (logits.log_softmax(-1) * -taught.softmax(-1)).sum(-1)
+    return losses.masked_fill(batch["labels"] == -100, 0.0).sum()
+
+
+def taught_loss(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        taught = taught_net().to(next(model.parameters()).dtype)(batch["tokens"])
+    return distance(model(batch["tokens"]), taught, batch)
 
 
 class LocalClip(Trainer):
@@ -381,8 +462,31 @@ def resumed_schedule(config: LoopConfig) -> Iterator[Any]:
         torch.save({name: each.state_dict() for name, each in named.items()}, config.save_to / f"{dist.get_rank()}")
 
 
+@own_loop(model=Net, batch=batch, loss=loss)
+def averaged_at_the_end(config: LoopConfig) -> Iterator[Any]:
+    """Train, tell losses on the last rank alone, and leave a moving average of the weights in the model."""
+    made = Averages(config)
+    for micro_batches in config.steps:
+        logged = made.train_step(micro_batches)
+        yield logged if dist.get_rank() == dist.get_world_size() - 1 else None
+    with torch.no_grad():
+        for average, parameter in zip(made.averages[0.5], made.model.parameters(), strict=True):
+            parameter.copy_(average)
+
+
+@own_loop(model=Net, batch=batch, loss=loss)
+def split_by_size(config: LoopConfig) -> Iterator[Any]:
+    """Train on the batch of each step in micro-batches of four samples."""
+    made = Trainer(config)
+    for joined in config.joined_steps:
+        parts = zip(*(tensor.split(4) for tensor in joined.values()), strict=True)
+        yield made.train_step([dict(zip(joined, part, strict=True)) for part in parts])
+
+
 right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
-other_model = loop(OtherModel)
+other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
+under_autocast = loop(UnderAutocast, precisions=["fp32", "bf16"])
+gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from conformance.subjects import ParallelConfig, subject
@@ -99,6 +99,31 @@ def adamw(parameters: Iterable[nn.Parameter], *, foreach: bool) -> AdamW:
 
 
 with_foreach = declare(optimizer=partial(adamw, foreach=True))(shard)
+
+
+class Orthogonalised(Optimizer):
+    """Steps along gradients whose singular values are near one, for which each matrix is gathered."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if full.ndim == 2:
+                full = full / (full.norm() + 1e-7)
+                for _ in range(5):
+                    full = 1.5 * full - 0.5 * (full @ full.T @ full)
+            if isinstance(gradient, DTensor):
+                full = distribute_tensor(full, gradient.device_mesh, gradient.placements)
+            parameter.sub_(0.01 * full)
+
+
+orthogonalised = declare(optimizer=Orthogonalised, offload=False)(shard)
 
 
 @declare()

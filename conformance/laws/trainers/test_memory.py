@@ -9,7 +9,8 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.subjects.evidence import Evidence, Under
 from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks, SubjectFacts
-from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, rooms, shard_bytes
+from conformance.subjects.memory_log import BUILD
+from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, other_models_bytes, rooms, shard_bytes
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -23,14 +24,17 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     reference=FULLY_SHARD,
 )
 def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
-    """Besides the state of training (shards, buffers, gradients, the optimizer's state) a device MUST hold no more than
-    a second copy of its shards when the model is built, and after each step no more than then. Where parameters are
-    offloaded, they, their gradients and the optimizer's state MUST NOT be on the accelerator.
+    """Besides the state of training (shards, buffers, gradients, the optimizer's state, and other tensors that are
+    sharded) a device MUST hold no more than a second copy of its shards when the model is built, and after each step no
+    more than then. Where parameters are offloaded, they, their gradients and the optimizer's state MUST NOT be on the
+    accelerator.
 
     Wrong if full weights stay after they were sharded, or a group stays gathered.
 
-    Room for one more copy of the shards is for masters in another dtype or a moving average, which are sharded like the
-    parameters; an unsharded model is at least two copies. A step may leave the tensors that variables of its loop still
+    Sharded tensors are what they should be, however many: moving averages, a frozen teacher. Room for one more copy of
+    the shards is for local tensors, such as masters in another dtype; an unsharded model is at least two copies. What a
+    module or a cached function keeps for its next call, such as a mask, counts as a buffer; `memory-of-steps` finds it
+    if it grows. A step may leave the tensors that variables of its loop still
     name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
     loop takes the steps. A trainer's own loop has read its first micro-batches before the model is seen, and may hold
     its dataset.
@@ -42,6 +46,7 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
         # Not the bytes of their storages: a shard that is a view of its full weight would double the room.
         room = 0 if leaves_device else sum(map(shard_bytes, facts.parameters.values()))
         room += facts.batch_bytes + facts.dataset_bytes if facts.is_own_loop else 0
+        room += other_models_bytes(evidence, facts, BUILD)
         where = f"rank {facts.rank}, when the model is built"
         _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
         for held in steps:
@@ -82,8 +87,9 @@ def test_each_phase_needs_what_its_groups_need(evidence: Evidence) -> None:
 
     The memory model is `conformance.subjects.memory_model`. When backward begins, only activations and kept groups are
     there, and before clipping only gradients: there the bound is tight. Peaks have room for buffers of FSDP2 that need
-    not meet. Clipping may copy all gradients once, the optimizer three times. Of a loop of the trainer's own, variables
-    may name the model's outputs, in three copies.
+    not meet. Clipping may copy all gradients once, the optimizer three times; one that gathers tensors, as
+    Muon does, needs what it needs in one process. Of a loop of the trainer's own, variables may name the model's
+    outputs, in three copies.
     """
     for facts in evidence.record.ranks:
         memory = memory_of(facts)

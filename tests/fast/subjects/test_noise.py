@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.optim import SGD, Optimizer
 
+from conformance.subjects import subject
 from conformance.subjects.cells import Workload
 from conformance.subjects.evidence import FP32_FACTOR
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.noise import GradientNoise, raised, runs_with_noise
+from conformance.subjects.objectives import classification
 from conformance.subjects.reference import Trajectory, own_errors, train
 from tests.support.subject_models import declare, shard
 
@@ -38,10 +41,39 @@ def errors(exact: Trajectory, relative: float) -> list[OwnErrors]:
 def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], runs: int) -> None:
     trainer = declare(optimizer=optimizer)(shard)
     exact = train(trainer, WORKLOAD, dtype=torch.float64, order=0, max_norm=None)
-    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0)
+    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0, splits_sums=True)
     assert len(noisy) == runs
     for run in noisy:  # a gradient is told before its noise is added
         assert torch.allclose(run.gradients[0]["up.weight"].double(), exact.gradients[0]["up.weight"], atol=1e-6)
+
+
+class Quantised(nn.Linear):
+    """Layer whose weights have few values, with a straight-through gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = (self.weight * 16).round() / 16
+        return linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
+
+
+class InFewBits(nn.Linear):
+    """Layer whose inputs are rounded to bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.bfloat16).to(x.dtype))
+
+
+@pytest.mark.parametrize(("layer", "is_off"), [(Quantised, True), (InFewBits, True), (nn.Linear, False)])
+def test_noise_is_tried_where_a_model_rounds(layer: type[nn.Linear], is_off: bool) -> None:
+    trainer = subject(model=lambda: nn.Sequential(layer(6, 8), nn.Tanh(), nn.Linear(8, 3)), **classification((6,), 3))(
+        lambda model, mesh, config: model
+    )
+    exact = train(trainer, WORKLOAD, dtype=torch.float64, order=0, max_norm=None)
+    noisy = runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-7), max_norm=1.0, splits_sums=True)
+    assert len(noisy) == (4 if is_off else 0)
+    assert not runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-7), max_norm=1.0, splits_sums=False)
+    for run in noisy:
+        assert torch.equal(run.initial["0.weight"], exact.initial["0.weight"].float())
+        assert 0 < float((run.gradients[0]["2.weight"] - exact.gradients[0]["2.weight"]).norm()) < 1e-2
 
 
 def test_noise_has_the_size_of_the_bound_and_two_signs() -> None:

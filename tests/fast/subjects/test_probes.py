@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from conformance.subjects import subject
+from conformance.subjects import own_loop, subject
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.data import default_count, samples
 from conformance.subjects.probes import require_sum
@@ -164,3 +164,29 @@ def test_a_loss_of_fixed_size_is_refused() -> None:
 
     with pytest.raises(SubjectMistake, match="raises for another number of samples"):
         notes(four_samples, batch=without_padding)
+
+
+def order(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens, and the places in which they are read."""
+    return torch.randint(VOCABULARY, (4, 8), generator=generator), torch.rand(4, 8, generator=generator).argsort(1)
+
+
+def first_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    read = batch[0].gather(1, batch[1])
+    return cross_entropy(model(read[:, 0]), read[:, 1], reduction="sum")
+
+
+def next_tokens_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def require_sum_of_loop(loss: Any, **options: Any) -> None:
+    declared = own_loop(model=model, loss=loss, batch=order, **options)(lambda config: None)
+    require_sum(declared, SubjectCell().workload, dtype=torch.float64)
+
+
+def test_integers_that_may_be_labels_or_not_must_be_declared_by_a_loop() -> None:
+    with pytest.raises(SubjectMistake, match="its second tensor has 32 integers for 4 samples"):
+        require_sum_of_loop(first_token_loss)
+    require_sum_of_loop(first_token_loss, count=samples)
+    require_sum_of_loop(next_tokens_loss)  # in which a label of -100 is left out

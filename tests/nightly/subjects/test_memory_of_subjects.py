@@ -54,6 +54,11 @@ def test_right_trainers_pass(pools: Pools, tmp_path: Path, name: str, hardware: 
     assert {f"{each.case.id}: {each.reason}" for each in wrong} == set()
 
 
+def test_an_optimizer_that_gathers_matrices_passes(pools: Pools, tmp_path: Path) -> None:
+    verdicts = judged(pools, tmp_path, "orthogonalised", hardware=NO_DEVICES)
+    assert {each.reason for each in verdicts if each.verdict == Verdict.FAIL} == set()
+
+
 WRONG = {
     "weights_kept": "held at the start of rank 0, backward of step 0",
     "full_gradients": "peak of rank 0, clip of step 0",

@@ -72,6 +72,19 @@ def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("annealed", [DP2, ACCUMULATED]),
+        ("iterated", [DP2, ACCUMULATED]),
+        ("kept_between_calls", [DP2, UNEVEN]),
+    ],
+)
+def test_state_beside_parameters_is_no_fault(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
+    trainer = judged_trainer(pools, tmp_path, f"tests.support.subjects_with_state:{name}", *(BY_ID[c] for c in cells))
+    assert trainer.is_conformant(), trainer.reasons()
+
+
+@pytest.mark.parametrize(
     ("name", "failing"),
     [
         (f"{EXPERTS}:experts_not_divided", {"gradients", "parameters", "loss", "gradient-norm"}),

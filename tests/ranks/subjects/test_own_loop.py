@@ -21,6 +21,7 @@ LOOPS = "tests.support.own_loops"
 BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 RESUMED = BY_ID["dp2-fp32-default-full-from.same"]
 DP2, ACCUMULATED = BY_ID["dp2-fp32-default-full"], BY_ID["dp2-fp32-default-full-acc2"]
+UNEVEN, BF16 = BY_ID["dp2-fp32-default-full-acc2-uneven"], BY_ID["dp2-bf16mp-default-full"]
 LAWS = {
     law: asserted
     for law, asserted in asserted_laws().items()
@@ -48,6 +49,10 @@ def reasons(pools: Pools, directory: Path, name: str, verdict: Verdict, cell: Ce
         ("right", set()),
         ("other_model", set()),
         ("own_clip", {"gradient-norm"}),
+        ("averaged_at_the_end", {"gradient-norm"}),
+        ("unclipped", {"gradient-norm"}),
+        ("gathered_ahead", set()),
+        ("taught", set()),
         ("sync_always", set()),
         ("closure", {"loss"}),
         ("recomputed", set()),
@@ -63,6 +68,16 @@ def test_right_loops_pass(pools: Pools, tmp_path: Path, name: str, unsupported: 
     assert reasons(pools, tmp_path, name, Verdict.FAIL) == {}
     assert reasons(pools, tmp_path, name, Verdict.UNSUPPORTED).keys() <= unsupported
     assert reasons(pools, tmp_path, name, Verdict.PASS).keys() >= {"gradients", "parameters", "clipping"}
+
+
+def test_a_loop_that_splits_uneven_batches_by_size_passes(pools: Pools, tmp_path: Path) -> None:
+    assert reasons(pools, tmp_path, "split_by_size", Verdict.FAIL, UNEVEN) == {}
+    assert "gradients" in reasons(pools, tmp_path, "split_by_size", Verdict.PASS, UNEVEN)
+
+
+def test_a_loop_under_autocast_passes(pools: Pools, tmp_path: Path) -> None:
+    assert reasons(pools, tmp_path, "under_autocast", Verdict.FAIL, BF16) == {}
+    assert {"bf16-gradients", "memory-by-phase"} <= {*reasons(pools, tmp_path, "under_autocast", Verdict.PASS, BF16)}
 
 
 def test_a_schedule_goes_on_when_a_run_is_resumed(pools: Pools, tmp_path: Path) -> None:

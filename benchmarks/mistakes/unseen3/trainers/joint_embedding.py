@@ -106,6 +106,7 @@ def make_schedule(optimizer: Optimizer) -> OneCycleLR:
     model=JointEmbedding,
     loss=embedding_loss,
     batch=images,
+    count=lambda batch: len(batch[0]),
     optimizer=make_optimizer,
     scheduler=make_schedule,
     meshes=["dp2", "hsdp2x2"],

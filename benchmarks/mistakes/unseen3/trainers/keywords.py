@@ -151,6 +151,9 @@ class Keywords:
         param_dtype = torch.bfloat16 if cell.precision == "bf16" else None
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32)}
         for block in model.blocks:
+            fully_shard(
+                block.get_submodule("norm"), mesh=mesh
+            )  # torch refuses a batch norm whose weights alone are in bf16
             fully_shard(block, **options)
         fully_shard([model.word, model.speaker], **options)
         fully_shard(model, **options)
