@@ -21,7 +21,7 @@ import torch
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
-from conformance.oracles.schedule import Event, Kind, communicates, gradient_sync
+from conformance.oracles.schedule import Event, Kind, chunk_size, communicates, gradient_sync
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -55,8 +55,7 @@ def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tupl
     for name, parameter in outline(model).named_parameters():
         shape, dim = list(parameter.shape), sharded_dim(name)
         if dim is not None:
-            chunk = -(-shape[dim] // tp)
-            shape[dim] = max(0, min(chunk, shape[dim] - chunk * tp_rank))
+            shape[dim] = chunk_size(shape[dim], tp, tp_rank)
         shapes[name] = tuple(shape)
     return shapes
 
