@@ -82,11 +82,8 @@ def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -
 
 def _padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, shard_rank: int) -> int:
     """Return the bytes of padding of a rank's sharded parameters; the first rank has none."""
-    ranks = dims.dp_shard
-    less = {
-        name: chunk_size(rows, ranks, 0) - chunk_size(rows, ranks, shard_rank) for name, (rows, *_) in shapes.items()
-    }
-    return _master_bytes(config) * sum(rows * math.prod(shapes[name][1:]) for name, rows in less.items())
+    own = sum(chunk_size(rows, dims.dp_shard, shard_rank) * math.prod(rest) for rows, *rest in shapes.values())
+    return parameter_bytes(config, dims, shapes) - _master_bytes(config) * own
 
 
 def _master_bytes(config: TrainerConfig) -> int:

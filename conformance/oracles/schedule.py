@@ -124,7 +124,7 @@ def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[
 
 
 def chunk_size(size: int, ranks: int, rank: int) -> int:
-    """Return a rank's share of a sharded dimension: equal chunks, rounded up, of which the last ranks have less or none.
+    """Return a rank's share of a sharded dimension: equal chunks, rounded up; the last ranks have less, or none.
 
     >>> [chunk_size(5, 4, rank) for rank in range(4)]
     [2, 2, 1, 0]
