@@ -30,10 +30,36 @@ _ON_TWO_RANKS: Mapping[str, Mapping[str, OddCall]] = {
     "pipelines": PIPELINE_CALLS,
 }
 
-_DIVIDED_SHARDS = ("save: not called",)
-"""Calls that, on four ranks that share parameters, can leave some waiting while others go on."""
-_DIVIDED_GRIDS = ("clip_grad_norm_: not called",)
-"""The same of two ranks that share parameters, times two of tensor parallelism."""
+_ON_FOUR_SHARDS = (
+    "clip_grad_norm_: not called",
+    "save: not called",
+    "load: not called",
+    "step: not called",
+)
+"""Calls that four ranks make in one group; the others end there as on two ranks."""
+_ON_A_GRID = (
+    "fully_shard: shard_placement_fn",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_requires_gradient_sync",
+    "backward: not called",
+    "clip_grad_norm_: norm_type inf",
+    "clip_grad_norm_: not called",
+    "distribute_tensor: shape",
+    "distribute_tensor: not called",
+    "redistribute: placements",
+    "redistribute: not called",
+    "full_tensor: not called",
+    "from_local: rows of a shard, run_check=True",
+    "operator: sum not called",
+    "get_model_state_dict: full_state_dict",
+    "set_model_state_dict: a key missing",
+)
+"""Calls of two ranks that share parameters, times two of tensor parallelism.
+
+A group of DTensor's calls goes on where no later collective needs the other; gathers of another order are silent where
+tensor parallelism makes their shards equally large.
+"""
 
 
 def _calls(chapters: Mapping[str, Mapping[str, OddCall]]) -> dict[str, OddCall]:
@@ -46,8 +72,8 @@ def _with_tensor_parallelism(call: OddCall) -> OddCall:
 
 def _on_four_ranks() -> dict[str, OddCall]:
     calls = _calls(_ON_TWO_RANKS)
-    shards = {f"dp4, {name}": calls[name] for name in _DIVIDED_SHARDS}
-    return shards | {f"dp2-tp2, {name}": _with_tensor_parallelism(calls[name]) for name in _DIVIDED_GRIDS}
+    shards = {f"dp4, {name}": calls[name] for name in _ON_FOUR_SHARDS}
+    return shards | {f"dp2-tp2, {name}": _with_tensor_parallelism(calls[name]) for name in _ON_A_GRID}
 
 
 CHAPTERS = {**_ON_TWO_RANKS, "four ranks": _on_four_ranks()}
