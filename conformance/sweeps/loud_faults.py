@@ -92,10 +92,10 @@ def recorded() -> Recorded:
 
 
 def recorded_of(version: str) -> Mapping[str, Outcome]:
-    """Return the outcomes that the newest measured version up to this one has; those of the oldest if all are newer."""
+    """Return the outcome of each call on the newest version up to this one that has it; or of the oldest version."""
     versions = sorted(recorded(), key=release)
     earlier = [each for each in versions if release(each) <= release(version)]
-    return recorded()[(earlier or versions)[-1 if earlier else 0]] if versions else {}
+    return {call: outcome for each in earlier or versions[:1] for call, outcome in recorded()[each].items()}
 
 
 class LoudFault(msgspec.Struct, frozen=True):
