@@ -19,7 +19,7 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.odd_modules import CLIPPING_CALLS, FSDP_CALLS
 from conformance.sweeps.odd_states import PIPELINE_CALLS, STATE_CALLS
 from conformance.sweeps.odd_tensors import DTENSOR_CALLS
-from conformance.sweeps.rank_trials import OddCall, Outcome, RankEnd, RankTrials, outcome_of
+from conformance.sweeps.rank_trials import OddCall, OddWorld, Outcome, RankEnd, RankTrials, outcome_of
 from conformance.torch_release import release
 
 _ON_TWO_RANKS: Mapping[str, Mapping[str, OddCall]] = {
@@ -67,7 +67,12 @@ def _calls(chapters: Mapping[str, Mapping[str, OddCall]]) -> dict[str, OddCall]:
 
 
 def _with_tensor_parallelism(call: OddCall) -> OddCall:
-    return lambda world: call(replace(world, tp=2))
+    def on_grid(world: OddWorld) -> Mapping[str, str]:
+        gridded = replace(world, tp=2)
+        gridded.grid.size()  # all ranks make its groups, also one that leaves the call out
+        return call(gridded)
+
+    return on_grid
 
 
 def _on_four_ranks() -> dict[str, OddCall]:
