@@ -26,6 +26,10 @@ class ParallelDims:
         """Number of ranks that see different data."""
         return self.dp_replicate * self.dp_shard
 
+    def shard_rank(self, rank: int) -> int:
+        """Return the coordinate of a rank in `dp_shard`."""
+        return rank // self.tp % self.dp_shard
+
     def mesh_shape(self) -> dict[str, int]:
         """Return name and size of each dimension of the mesh, outermost first."""
         degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}

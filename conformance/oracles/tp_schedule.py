@@ -23,7 +23,7 @@ import torch
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
-from conformance.oracles.schedule import Event, Kind, Shapes, communicates, gradient_sync
+from conformance.oracles.schedule import Event, Kind, Shapes, chunk_size, communicates, gradient_sync
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -69,8 +69,7 @@ def shards(shapes: Shapes, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...
     for name, full in shapes.items():
         shape, dim = list(full), sharded_dim(name)
         if dim is not None:
-            chunk = -(-shape[dim] // tp)
-            shape[dim] = max(0, min(chunk, shape[dim] - chunk * tp_rank))
+            shape[dim] = chunk_size(shape[dim], tp, tp_rank)
         local[name] = tuple(shape)
     return local
 
