@@ -74,7 +74,7 @@ def brief(verdicts: Mapping[str, int]) -> str:
 
 
 def trend(values: Sequence[float | None], devices: Sequence[str]) -> Markup:
-    """Return values by column as a line from 0 to their largest for each type of device, dashed but for the first.
+    """Return values by column as a line from 0 to their largest for each type of device; all lines after the first are dashed.
 
     A column without a value is a gap. Empty if no type of device has two values.
     """
