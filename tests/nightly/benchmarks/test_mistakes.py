@@ -7,7 +7,7 @@ import pytest
 from benchmarks.located.mistakes import FOLDER, SHOWN, Mistake, mistakes
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Pools
-from tests.nightly.subjects.test_wrong_subjects import BY_ID, judged_trainer
+from tests.support.judged_trainers import BY_ID, judged_trainer
 
 MISTAKES = mistakes()
 

@@ -6,8 +6,8 @@ import pytest
 
 from conformance.judge.verdicts import Verdict
 from conformance.run.pool import Pools
-from tests.nightly.subjects.test_wrong_subjects import BY_ID, judged_trainer
 from tests.ranks.subjects.test_causes import causes_of
+from tests.support.judged_trainers import BY_ID, judged_trainer
 
 LOOPS = "tests.support.gan_loops"
 DP2, RESUMED = "dp2-fp32-default-full", "dp2-fp32-default-full-from.same"

@@ -5,26 +5,23 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from conformance.judge.judge import judge
 from conformance.judge.registry import asserted_laws
-from conformance.judge.support import Machine
 from conformance.judge.verdicts import BAD
 from conformance.localisation.causes import first_causes
 from conformance.localisation.localise import explained
-from conformance.plan.matrix import TRAINER_CELLS, Case
+from conformance.plan.matrix import Case
 from conformance.report.causes import Cause, in_causal_order, merged
 from conformance.report.location import Location
 from conformance.report.schema import CaseResult
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
 from tests.support import sample_reports, subject_mistakes
+from tests.support.judged_trainers import BY_ID, machine_of, store_of
 
 MISTAKES = "tests.support.subject_mistakes"
 DP2, ACCUMULATED, HSDP = "dp2-fp32-default-full", "dp2-fp32-default-full-acc2", "hsdp2x2-fp32-default-full"
 TIED = "dp2-fp32-default-full-tied"
-BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 
 FIRST = [
     ("local_tokens", [DP2, ACCUMULATED], "those of the mean of each rank's mean over its own 5 and 1 labels"),
@@ -76,8 +73,8 @@ FIRST = [
 def causes_of(pools: Pools, directory: Path, name: str, cells: list[str], *, limit_s: float = 10.0) -> list[Cause]:
     """Judge a trainer on cells, and return the first causes of its failures."""
     subject = name if ":" in name else f"{MISTAKES}:{name}"
-    store = RecordStore(directory, "test", str(torch.__version__), None, 12.0, pools, subject=subject)
-    machine = Machine(hardware=store.hardware, torch_version=store.torch_version, max_world_size=8)
+    store = store_of(pools, directory, subject, limit_s=12.0)
+    machine = machine_of(store)
     failed: dict[str, list[CaseResult]] = defaultdict(list)
     locations = dict[str, Location]()
     for cell_id in cells:
