@@ -306,7 +306,11 @@ averaging, average_left = loop(Averaging), loop(AverageLeft)
 # FSDP is told which backward pass is the last, and each reduces gradients.
 last_backward = loop(altered(sync=lambda trainer, is_last: trainer.model.set_is_last_backward(is_last)))
 never_unscaled = loop(altered(Scaled, clip=Trainer.clip, update=Trainer.update))
-set_to_zero, set_to_zero_by_micro_batch = loop(SetToZero), loop(altered(SetToZero, backward=zero_by_micro_batch))
+set_to_zero = loop(SetToZero)
+# Each backward pass reduces gradients, since FSDP keeps those that wait apart from those that are set to zero.
+set_to_zero_by_micro_batch = loop(
+    altered(SetToZero, backward=zero_by_micro_batch, sync=lambda _trainer, _is_last: None)
+)
 with_workers, with_batch_sampler, with_own_share = reading(workers), reading(batch_sampler), reading(own_share)
 with_seeds, with_stream, with_packed = reading(seeded), reading(stream), reading(packed)
 with_unseeded, with_constant = reading(unseeded), reading(constant)

@@ -47,7 +47,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def scripted(*, with_limit: bool = True, **options: Any) -> Any:
-    """Return the loop of a script, which may clip by a limit of its own."""
+    """Return the loop of a script, with the limit that the suite gives for clipping or without it."""
 
     @own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, **options)
     def train(config: LoopConfig) -> list[float]:

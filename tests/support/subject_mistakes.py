@@ -325,9 +325,6 @@ class NormalisedSgd(Optimizer):
         return float(norm.to_local() if isinstance(norm, DTensor) and self.by_shard else plain(norm))
 
 
-full_tensor_optimizer = owner(optimizer=NormalisedSgd)
-
-
 def with_norms_of_shards(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Any:
     sharded = shard(model, mesh, config)
     return sharded, NormalisedSgd(sharded.parameters(), by_shard=True)

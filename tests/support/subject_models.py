@@ -98,7 +98,7 @@ def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) 
     if "tp" in names:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["dp_shard"]
-    options = {"mp_policy": config.mixed_precision, "offload_policy": config.offload_policy, **options}
+    options = {**config.policies, **options}
     for layer in (model.down,) if isinstance(model, Tied) else (model.up, model.down):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -163,11 +163,12 @@ def variant(
     *,
     before: Callable[[Any], object] = untouched,
     after: Callable[[Any], object] = untouched,
+    shard: Callable[..., Any] = shard,
     **options: Any,
 ) -> Any:
-    """Return the subject of `shard` with these options, and of changes of the model before and after."""
+    """Return a subject that changes the model before, shards it with these options, and changes it afterwards."""
 
-    def parallelize(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    def parallelize(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Any:
         before(model)
         sharded = shard(model, mesh, config, **options)
         after(sharded)
@@ -513,9 +514,6 @@ nothing_synchronised = variant(declared, after=lambda model: model.set_requires_
 
 
 nothing_reduced_over_replicas = variant(declared, after=lambda model: model.set_requires_all_reduce(False))
-
-
-never_the_last_backward = variant(declared, after=lambda model: model.set_is_last_backward(False))
 
 
 def switch_off_and_on(model: Any) -> None:

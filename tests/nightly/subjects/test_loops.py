@@ -8,8 +8,8 @@ from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
 from conformance.run.pool import Pools
 from conformance.subjects.running import SubjectRuns
-from tests.nightly.subjects.test_wrong_subjects_on_sim import DP2, judged
-from tests.support.judged_trainers import BY_ID, JudgedTrainer, judged_trainer
+from tests.nightly.subjects.test_wrong_subjects_on_sim import judged
+from tests.support.judged_trainers import BY_ID, DP2, JudgedTrainer, judged_trainer
 
 ACCUMULATED = BY_ID["dp2-fp32-default-full-acc2"]
 VARIANTS = "tests.support.loop_variants"
@@ -19,29 +19,15 @@ def judged_loop(pools: Pools, directory: Path, name: str) -> JudgedTrainer:
     return judged_trainer(pools, directory, f"{VARIANTS}:{name}", ACCUMULATED)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "compiled_whole",
-        "compiled_blocks",
-        "reentrant",
-        "metrics",
-        "evaluating",
-        "evaluating_reader",
-        "averaging",
-        "set_to_zero",
-        "last_backward",
-        "with_workers",
-        "with_batch_sampler",
-        "with_own_share",
-        "with_seeds",
-        "with_stream",
-        "with_packed",
-        "with_unseeded",
-        "with_constant",
-        "in_groups",
-    ],
+RIGHT = (
+    *("compiled_whole", "compiled_blocks", "reentrant", "metrics", "evaluating"),
+    *("evaluating_reader", "averaging", "set_to_zero", "last_backward", "with_workers"),
+    *("with_batch_sampler", "with_own_share", "with_seeds", "with_stream", "with_packed"),
+    *("with_unseeded", "with_constant", "in_groups"),
 )
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loop_passes(pools: Pools, tmp_path: Path, name: str) -> None:
     trainer = judged_loop(pools, tmp_path, name)
     assert trainer.is_conformant(), trainer.reasons()

@@ -88,10 +88,7 @@ def test_mistakes_are_seen(pools: Pools, tmp_path: Path, name: str, laws: set[st
     [
         ("steps_in_backward", "an optimizer steps inside of the backward pass"),
         ("adversarial", "a second optimizer (SGD) steps parameters that the model of model= does not have"),
-        (
-            "two_optimizers",
-            "2 optimizers train the model (SGD(lr=0.1, momentum=0.9), SGD(lr=0.1, momentum=0.9)), and the",
-        ),
+        ("two_optimizers", "2 optimizers train the model (SGD(lr=0.1, momentum=0.9), SGD(lr=0.1, momentum=0.9)),"),
         ("one_of_two", "a backward pass was seen before all optimizers of the model have stepped"),
         ("never_called", "no call of a model with the parameters of model= was seen"),
         ("other_optimizer", "declare optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)"),
