@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.support.unusual_subjects import WIDTH, Counting, Model, declare, shard
+from tests.support.subject_models import WIDTH
+from tests.support.unusual_subjects import Counting, Model, declare, shard
 
 
 class Annealed(Counting):

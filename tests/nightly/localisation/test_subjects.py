@@ -4,19 +4,17 @@ import linecache
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.mistakes import FOLDER, MistakeSet
 from conformance.localisation.subject_run import SubjectRun
 from conformance.outcomes import Unsupported
-from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS
+from conformance.plan.matrix import FAULT_CELLS
 from conformance.project import PROJECT
 from conformance.report.location import Location
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
 from conformance.subjects.running import SubjectRuns
+from tests.support.judged_trainers import BY_ID, store_of
 
-BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 DP2, HSDP, TP = (cell.id for cell in FAULT_CELLS)
 META, BF16 = "dp2-fp32-default-meta", "dp2-bf16mp-default-full"
 TIED, RESUMED = "dp2-fp32-default-full-tied", "dp2-fp32-default-full-from.same"
@@ -64,8 +62,7 @@ UNUSUAL = [
 
 
 def first_wrong(pools: Pools, directory: Path, subject: str, cell: str) -> Location | None:
-    store = RecordStore(directory, "test", str(torch.__version__), None, 60.0, pools, subject=subject)
-    return SubjectRun(SubjectRuns(store), BY_ID[cell]).first_wrong()
+    return SubjectRun(SubjectRuns(store_of(pools, directory, subject)), BY_ID[cell]).first_wrong()
 
 
 @pytest.mark.parametrize("mistake_id", MISTAKES)
