@@ -403,7 +403,7 @@ SUSPECTS: tuple[Options, ...] = (
     *REFUSALS,
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
-DRAWN = 40
+FEW_ROWS = 40
 """Number of rows for which each commit has time."""
 
 
@@ -414,9 +414,9 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 @experiment(needs=Needs.TRAINING)
-def drawn(rank: RankWorld) -> Swept:
+def few_rows(rank: RankWorld) -> Swept:
     """Call schedules in a few of these rows, which the seed draws; rows that fail in torch are left out."""
-    return sweep_on(_mesh_of(rank), rank.subjects, limit=DRAWN, seed=rank.config.seed)
+    return sweep_on(_mesh_of(rank), rank.subjects, limit=FEW_ROWS, seed=rank.config.seed)
 
 
 def sweep_on(mesh: DeviceMesh, subjects: Collection[str], *, limit: int | None = None, seed: int = 0) -> Swept:

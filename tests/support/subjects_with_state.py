@@ -14,7 +14,7 @@ class Annealed(Counting):
     """Logits that grow with the number of forward passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 - 0.5 * torch.exp(-self.passes / 4))  # type: ignore[no-any-return]
+        return super().forward(x) * (1.0 - 0.5 * torch.exp(-self.passes / 4))
 
 
 annealed = declare(model=Annealed)(shard)
@@ -26,7 +26,8 @@ class Iterated(Model):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.up, block.down = spectral_norm(block.up), spectral_norm(block.down)
+            for layer in ("up", "down"):
+                block.register_module(layer, spectral_norm(block.get_submodule(layer)))
 
 
 iterated = declare(model=Iterated)(shard)
