@@ -236,7 +236,7 @@ class Decoder(Config, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """Decoder in training: how, and on what mesh."""
+    """Decoder in training, with its configuration and mesh."""
 
     decoder: Decoder
     config: TrainerConfig

@@ -89,7 +89,7 @@ class _Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the class for settings that published files leave out."""
     adopted_code: bool = False
-    """Whether a file that brings code of its own has this structure, since transformers has adopted the code."""
+    """True if files bring code with this structure, which transformers has adopted."""
 
 
 def _experts(ffn_dim: str, *shared: str) -> dict[str, tuple[str, ...]]:
