@@ -211,7 +211,7 @@ def _accumulate(
 ) -> float:
     """Add up the gradients of the mean loss of micro-batches; returns the loss.
 
-    Buffers with the names in `advancing` begin anew for each list of micro-batches.
+    Buffers with the names in `advancing` begin as before the step for each list of micro-batches.
     """
     every = [*chain.from_iterable(batches)]
     total = sum(subject.count(batch) for batch in every)
