@@ -6,7 +6,7 @@
 #   changes        the defects, with their twins, that are defined in files which the commits since BASE have changed
 #   pull-request   profile pr, or its i-th shard of n
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
-#   nightly-tests  tests that are too long for each push
+#   nightly-tests  tests that are too long for each push; those of pages need Chrome with its driver, and Firefox
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
 #   site           a static site in site/ of the reports by version that lie below DIRECTORY
@@ -69,7 +69,8 @@ case $job in
   site)
     make environment || exit 1
     mapfile -t reports < <(find "${shard:?directory of reports}" -path '*/versions/*' -name report.json | sort --version-sort)
-    .venv/bin/python -m conformance site site "${reports[@]%/report.json}" || status=1
+    .venv/bin/python -m conformance site site "${reports[@]%/report.json}" \
+      --kill-matrix docs/kill_matrix.md || status=1
     ;;
   cuda-build)
     export PYTHON=${PYTHON:-python3.12}

@@ -1,6 +1,7 @@
 """Degrees of parallelism, and whether a configuration fits them. Without torch: any process can resolve a mesh."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from reference_trainer.checks import require
 from reference_trainer.config import MeshConfig, TrainerConfig
@@ -25,6 +26,10 @@ class ParallelDims:
         """Number of ranks that see different data."""
         return self.dp_replicate * self.dp_shard
 
+    def shard_rank(self, rank: int) -> int:
+        """Return the coordinate of a rank in `dp_shard`."""
+        return rank // self.tp % self.dp_shard
+
     def mesh_shape(self) -> dict[str, int]:
         """Return name and size of each dimension of the mesh, outermost first."""
         degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
@@ -47,10 +52,8 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
 
 def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
     """Raise UsageError for sizes that this mesh cannot divide, and for options without effect on it."""
-    model, data = config.model, config.data
-    for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
-        require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")
-    require(model.ffn_dim % dims.tp == 0, f"model.ffn_dim {model.ffn_dim} is not divisible by mesh.tp {dims.tp}")
+    data = config.data
+    check_blocks_fit(config.model, tp=dims.tp)
     if config.sequence_parallel:
         require(data.seq_len % dims.tp == 0, f"data.seq_len {data.seq_len} is not divisible by mesh.tp {dims.tp}")
     require(
@@ -67,3 +70,26 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate is "
         f"{dims.dp_replicate}: set mesh.dp_replicate above 1, or use gradient_sync each or last",
     )
+
+
+class SizesOfBlocks(Protocol):
+    """Sizes of a model that tensor parallelism cuts into equal parts."""
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the hidden layer of the feed-forward network."""
+
+
+def check_blocks_fit(model: SizesOfBlocks, *, tp: int) -> None:
+    """Raise UsageError for sizes that the tensor-parallel ranks cannot divide."""
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        size = getattr(model, name)
+        require(size % tp == 0, f"model.{name} {size} is not divisible by mesh.tp {tp}")

@@ -54,7 +54,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def as_markdown(run: Run, rows: Rows, known: Mapping[str, Mistake], *, size: int) -> str:
-    """Return the section of a run: a table of verdicts, then mistakes with what is told, and trainers without any.
+    """Return the section of a run: a table of verdicts, mistakes with their first causes, and trainers without any.
 
     `size` is the number of rows of the set, of which those that the run lacks are told.
     """
@@ -117,14 +117,14 @@ def _answer(is_so: bool) -> str:
 
 
 def _mistake_item(row: Row, mistake: Mistake, why: Mapping[str, str]) -> str:
-    """Return what the mistake is, what is told of it, and why that is not right."""
+    """Return an item of a list: the mistake, its first cause as told, and the reason if that is not right."""
     told = f" Told: {_plain(row.text)}" if row.text else " Nothing is told."
     reason = "" if row.is_right else f" **Not right**: {_plain(why.get(row.name, '?'))}"
     return _wrapped(f"- **{row.name}** ({mistake.trainer}): {_plain(mistake.what)}.{told}{reason}")
 
 
 def _trainer_item(row: Row, why: Mapping[str, str]) -> str:
-    """Return why a trainer without a mistake is not conformant, and what is told."""
+    """Return an item of a list: a trainer without a mistake, the reason of its verdict, and the cause as told."""
     return _wrapped(f"- **{row.name}** is not: {_plain(why.get(row.name, '?'))} Told: {_plain(row.text)}")
 
 

@@ -13,10 +13,9 @@ from conformance.experiments.without_fsdp import profile_stages_without_fsdp, pr
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.copy_tables import largest_tables_bytes
-from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
+from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import (
     group_bytes,
-    padding_bytes,
     predict,
     resident_bytes,
     state_bytes,
@@ -28,6 +27,7 @@ from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
+from conformance.run.experiment import sampled_ranks
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
@@ -94,15 +94,19 @@ def itemsize_bytes(config: TrainerConfig, what: str) -> int:
 
 
 def bounds_of_ranks(
-    measure: Measure, cell: Cell, *, in_flight: bool = False, on_device: bool = False
+    measure: Measure,
+    cell: Cell,
+    *,
+    ranks: Sequence[int] | None = None,
+    in_flight: bool = False,
+    on_device: bool = False,
 ) -> list[PhaseBounds]:
-    """Return the bounds on memory of each phase of a step, of each rank of the cell.
+    """Return the bounds on memory of each phase of a step, of some ranks of the cell (default: all).
 
     In a pipeline they are those of a rank of its stage. With `in_flight`, each of the `GLOO_THREADS` of a process group
     may hold the buffer of its last operator, and sends hold their tensors. With `on_device`, activations are those of
     the device's operators, FSDP's copies need no temporaries but may have a table (`oracles.copy_tables`), and the
-    optimizer is the one that torch chooses there: its temporaries have the size of all shards of a rank, without the
-    padding that the prediction counts.
+    optimizer is the one that torch chooses there: its temporaries have the size of all shards of a rank.
 
     Raises Unsupported for a pipeline of a torch whose buffers are not modelled, and for one shard that torch gathers.
     """
@@ -115,22 +119,23 @@ def bounds_of_ranks(
         raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     else:
         (profiles,) = measure(profile_stages_without_fsdp, cell, on_device=on_device)
-    tp_ranks = range(cell.config.mesh.tp if on_device else 1)
-    bounds = [
-        [_bounds(cell, profile, in_flight=in_flight, on_device=on_device, stage=stage, tp_rank=tp) for tp in tp_ranks]
-        for stage, profile in enumerate(profiles)
+    return [
+        _bounds(cell, profiles[rank * stages // cell.world_size], rank, in_flight=in_flight, on_device=on_device)
+        for rank in (range(cell.world_size) if ranks is None else ranks)
     ]
-    return [bounds[rank * stages // cell.world_size][rank % len(tp_ranks)] for rank in range(cell.world_size)]
 
 
 def _bounds(
-    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool, on_device: bool, stage: int, tp_rank: int
+    cell: Cell, profile: Sequence[MemorySegment], rank: int, *, in_flight: bool, on_device: bool
 ) -> PhaseBounds:
-    config, dims, shapes = sizes_of(cell, stage=stage, tp_rank=tp_rank)
+    stage = rank * cell.config.mesh.pp // cell.world_size
+    # On the host they are those of the first tensor-parallel rank, which are the largest.
+    config, dims, shapes = sizes_of(cell, stage=stage, tp_rank=rank % cell.config.mesh.tp if on_device else 0)
     traits = traits_of(str(torch.__version__))
     if on_device:
         config = chosen_on_device(config)
-    predicted = predict(config, dims, shapes, profile, traits=traits, kernels=not on_device)
+    shard_rank = dims.shard_rank(rank)
+    predicted = predict(config, dims, shapes, profile, traits=traits, shard_rank=shard_rank, kernels=not on_device)
     tables = largest_tables_bytes(config, dims, shapes, traits=traits) if on_device else {}
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
@@ -142,11 +147,10 @@ def _bounds(
         + pipeline.sent_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
         for phase, size in buffers.items()
     }
-    unpadded = {"optimizer": padding_bytes(config, dims, shapes)} if on_device else {}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
     def around(phase: str, value: int) -> Bounds:
-        return Bounds(state + value - less - unpadded.get(phase, 0), state + value + SCALARS_BYTES + held.get(phase, 0))
+        return Bounds(state + value - less, state + value + SCALARS_BYTES + held.get(phase, 0))
 
     def around_peak(phase: str) -> Bounds:
         bounds = around(phase, predicted[phase].peak_bytes)
@@ -165,27 +169,18 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
 
     Raises Unsupported as `bounds_of_ranks` does.
     """
-    bounds, stages = bounds_of_ranks(measure, cell), cell.config.mesh.pp
+    ranks = sampled_ranks(cell.config, cell.world_size)
+    bounds = bounds_of_ranks(measure, cell, ranks=ranks)
     steps = measure(step_of_sampled_ranks, cell)
-    if stages == 1:
-        resident = resident_bytes(*sizes_of(cell)), _resident_of_last_bytes(cell)
-        ends = zip(("first rank", "last rank"), steps, resident, strict=False)
-        return [SimulatedStep(where, memory, bounds[0], held) for where, memory, held in ends]
-    return [
-        SimulatedStep(
-            f"rank {stage} of the pipeline",
-            memory,
-            bounds[stage * cell.world_size // stages],
-            resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage),
-        )
-        for stage, memory in enumerate(steps)
-    ]
-
-
-def _resident_of_last_bytes(cell: Cell) -> int:
-    """Return the bytes that the last rank holds between steps: its shards are padded, the optimizer's state is not."""
-    sizes = sizes_of(cell)
-    return resident_bytes(*sizes) - len(optimizer_state(cell.config.optimizer)) * padding_bytes(*sizes)
+    if cell.config.mesh.pp == 1:
+        config, dims, shapes = sizes_of(cell)
+        names = ("first rank", "last rank")
+        resident = [resident_bytes(config, dims, shapes, shard_rank=dims.shard_rank(rank)) for rank in ranks]
+    else:
+        stages = range(cell.config.mesh.pp)
+        names = tuple(f"rank {stage} of the pipeline" for stage in stages)
+        resident = [resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage) for stage in stages]
+    return [SimulatedStep(*step) for step in zip(names, steps, bounds, resident, strict=False)]
 
 
 def resident_of_stage_bytes(cell: Cell, stage: int) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from tabulate import tabulate
 
-from conformance.cli import clients_table, kinds_document
+from conformance.cli import blind_spot_kinds, clients_table, kinds_document
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
@@ -120,7 +120,7 @@ def generated() -> dict[Path, str]:
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
         docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
-        docs / "torch_coverage.md": markdown_document(read_kept()),
+        docs / "torch_coverage.md": f"{markdown_document(read_kept())}\n{blind_spot_kinds.section(matrix)}",
         **_fidelity(),
         kinds_document.DOCUMENT: kinds_document.as_markdown(),
     }
@@ -150,7 +150,8 @@ def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
 def _first_command(matrix: Matrix, measured: Measured) -> str:
     took = _current(matrix, "smoke", measured.first_command)
     if took is None:
-        return "The first command installs torch and what the suite needs."
+        judged = f"judges {len(matrix.cases('smoke'))} cases in {_estimated(matrix, 'smoke')}"
+        return f"The first command installs torch and what the suite needs, then {judged}."
     return f"The first command takes {_minutes(took)} on {took.processors} processors, installation included."
 
 
@@ -159,12 +160,14 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
     for name, profile in matrix.profiles.items():
         cases = matrix.cases(name)
         took = _current(matrix, name, measured.profiles.get(name))
-        expected_s = sum(matrix.seconds[cell.id] for cell in {case.cell for case in cases})
-        takes = (
-            f"{_minutes(took)}, {took.processors} processors" if took else f"about {expected_s / 60:.0f} min, estimated"
-        )
+        takes = f"{_minutes(took)}, {took.processors} processors" if took else _estimated(matrix, name)
         rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), takes])
     return tabulate(rows, headers=["profile", "for", "cells", "cases", "takes"], tablefmt="github")
+
+
+def _estimated(matrix: Matrix, profile: str) -> str:
+    expected_s = sum(matrix.seconds[cell.id] for cell in {case.cell for case in matrix.cases(profile)})
+    return f"about {expected_s / 60:.0f} min, estimated"
 
 
 def _current(matrix: Matrix, profile: str, took: Durations | None) -> Durations | None:

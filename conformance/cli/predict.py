@@ -43,7 +43,11 @@ def add_parser(commands: Commands) -> None:
         "weight needs (default: %(default)s)",
     )
     parser.add_argument("--offload", default="none", help="none or cpu")
-    parser.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
+    parser.add_argument(
+        "--activation-checkpointing",
+        default="none",
+        help="none, selective (matrix products are kept), selective-op (as torchtitan: every second one) or full",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -56,6 +60,11 @@ def add_parser(commands: Commands) -> None:
         "--device-memory",
         metavar="SIZE",
         help="memory of the device, such as 80GiB: exit status 1 if the peak is larger, and what would fit",
+    )
+    parser.add_argument(
+        "--fixed-costs",
+        metavar="SIZE",
+        help="CUDA context, NCCL and workspaces of your device, such as 2GiB, in place of the ranges that are printed",
     )
     parser.add_argument(
         "--simulate",
@@ -72,13 +81,15 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises UsageError for what cannot be predicted or simulated.
     """
-    from conformance.sizing.prediction import Request, device_fit, parse_bytes, prediction
+    from conformance.sizing.device import device_fit
+    from conformance.sizing.fixed_costs import parse_bytes
+    from conformance.sizing.prediction import Request, prediction
     from conformance.sizing.rendering import as_json, prediction_text, simulation_text
 
     device_bytes = parse_bytes(options.device_memory) if options.device_memory is not None else None
     request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
     predicted = prediction(request)
-    fit = device_fit(request, predicted.phases, device_bytes=device_bytes) if device_bytes else None
+    fit = device_fit(request, predicted, device_bytes=device_bytes) if device_bytes else None
     if options.picture:
         _write_chart(options.picture, request, predicted, device_bytes)
     simulated = _simulation(request) if options.simulate else None

@@ -46,11 +46,18 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
 def managed_parameters(model: nn.Module) -> frozenset[int]:
     """Return Python's ids of the sharded parameters that FSDP2 manages.
 
-    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    One that was put in the place of another since the model was sharded counts, too: FSDP2 takes it over before the
+    first forward pass. Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
     """
     with private_state("the parameters of its groups"):
-        sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
-        return frozenset(id(managed.sharded_param) for module in sharded for managed in _managed(module))
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        return frozenset(id(each) for module in sharded for managed in _managed(module) for each in _sharded(managed))
+
+
+def _sharded(managed: Any) -> list[Any]:
+    """Return the parameter that FSDP2 has sharded, and the one that is in its place now."""
+    place = managed._module_info
+    return [managed.sharded_param, getattr(place.module, place.param_name)]
 
 
 def _managed(module: FSDPModule) -> list[Any]:

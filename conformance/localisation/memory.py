@@ -159,7 +159,9 @@ def _allowed(cell: Cell, runs: CaseRuns, rank: int) -> dict[str, Usage]:
         profile = runs.measure(profile_without_fsdp, cell)[0]
     else:
         profile = runs.measure(profile_stages_without_fsdp, cell)[0][stage]
-    return predict(*sizes_of(cell, stage=stage), profile, traits=traits_of(str(torch.__version__)))
+    config, dims, shapes = sizes_of(cell, stage=stage)
+    traits = traits_of(str(torch.__version__))
+    return predict(config, dims, shapes, profile, traits=traits, shard_rank=dims.shard_rank(rank))
 
 
 def _excess(

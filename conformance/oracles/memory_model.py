@@ -11,7 +11,7 @@ import torch
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_walk import Usage, Walk
-from conformance.oracles.schedule import Shapes, group_of
+from conformance.oracles.schedule import Shapes, chunk_size, group_of
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -37,16 +37,17 @@ def predict(
     profile: Sequence[MemorySegment],
     *,
     traits: VersionTraits = UP_TO_2_14,
+    shard_rank: int = 0,
     kernels: bool = True,
     device_only: bool = False,
 ) -> dict[str, Usage]:
     """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `profile` has the segments of all micro-batches without FSDP; `kernels` includes temporaries of the CPU's operators,
-    which tensors without memory do not show; `device_only` leaves out offloaded gradients and the optimizer's memory,
-    which are not on the device.
+    `profile` has the segments of all micro-batches without FSDP; `shard_rank` is the rank's coordinate in `dp_shard`;
+    `kernels` includes temporaries of the CPU's operators, which tensors without memory do not show; `device_only`
+    leaves out offloaded gradients and the optimizer's memory, which are not on the device.
     """
-    walk = Walk(config, dims, shapes, traits, kernels=kernels, device_only=device_only)
+    walk = Walk(config, dims, shapes, traits, shard_rank=shard_rank, kernels=kernels, device_only=device_only)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -57,14 +58,16 @@ def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> in
     return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
 
 
-def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
+def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, *, shard_rank: int = 0) -> int:
     """Return the bytes of tensors that a rank holds between steps.
 
-    They are its state, AdamW's counter of each parameter, and the model's table of rotations, both in fp32.
+    They are its state, of which only the parameters are padded, AdamW's counter of each parameter, and the model's
+    table of rotations, both in fp32.
     """
     counters = len(shapes) if config.optimizer.name == "adamw" else 0
     rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
-    return state_bytes(config, dims, shapes) + torch.float32.itemsize * (counters + rotations)
+    padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, shapes, shard_rank)
+    return state_bytes(config, dims, shapes) - padding + torch.float32.itemsize * (counters + rotations)
 
 
 def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
@@ -74,18 +77,18 @@ def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
     """Return the bytes of a rank's sharded parameters, with padding."""
-    master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
-    return master * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
+    return _master_bytes(config) * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
 
 
-def padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
-    """Return the bytes of padding of the last rank, which has the most."""
-    master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
-    ranks, padding = dims.dp_shard, 0
-    for rows, *rest in shapes.values():
-        shard = -(-rows // ranks)
-        padding += (shard - max(0, rows - (ranks - 1) * shard)) * math.prod(rest)
-    return master * padding
+def _padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, shard_rank: int) -> int:
+    """Return the bytes of padding of a rank's sharded parameters; the first rank has none."""
+    own = sum(chunk_size(rows, dims.dp_shard, shard_rank) * math.prod(rest) for rows, *rest in shapes.values())
+    return parameter_bytes(config, dims, shapes) - _master_bytes(config) * own
+
+
+def _master_bytes(config: TrainerConfig) -> int:
+    """Return the bytes of a number in the dtype of sharded parameters."""
+    return int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
 
 
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> dict[str, int]:

@@ -18,6 +18,10 @@ Buffers of a group, of n elements with padding and s = n / ranks in each shard:
     L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
 
 On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
+
+Where the ranks do not divide a parameter's rows, s is that of the first rank for all of them: each allocates its shard
+with padding, and G is a view of O. The optimizer sees views without padding: its state and temporaries are smaller on
+the last ranks (`_init_sharded_param` of torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `sharded_size`).
 """
 
 import math
@@ -32,6 +36,7 @@ from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import (
     Shapes,
+    chunk_size,
     communicates,
     group_of,
     groups,
@@ -152,6 +157,7 @@ class Walk:
         shapes: Shapes,
         traits: VersionTraits,
         *,
+        shard_rank: int = 0,
         kernels: bool = True,
         device_only: bool = False,
     ) -> None:
@@ -164,9 +170,9 @@ class Walk:
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
-        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes)
+        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes) if dims.tp > 1 else 0
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
-        """Elements of shards of matrices, and of vectors, in the order of the optimizer."""
+        """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
         self._parameters: dict[str, list[_Parameter]] = {}
         """Parameters by group."""
@@ -174,7 +180,7 @@ class Walk:
             shard, row = -(-rows // dims.dp_shard), math.prod(rest)
             parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
-            self._optimizer_groups[0 if rest else 1].append(parameter.shard)
+            self._optimizer_groups[0 if rest else 1].append(chunk_size(rows, dims.dp_shard, shard_rank) * row)
         self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
         self._roots = roots(config, self._parameters)
         self._held: dict[str, int] = {}

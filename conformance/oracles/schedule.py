@@ -123,6 +123,16 @@ def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[
     return list(reversed(left[max(0, index - count) : index]))
 
 
+def chunk_size(size: int, ranks: int, rank: int) -> int:
+    """Return a rank's share of a sharded dimension: equal chunks, rounded up; the last ranks have less, or none.
+
+    >>> [chunk_size(5, 4, rank) for rank in range(4)]
+    [2, 2, 1, 0]
+    """
+    chunk = -(-size // ranks)
+    return max(0, min(chunk, size - chunk * rank))
+
+
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 

@@ -14,21 +14,22 @@ The embedding, sharded by rows of the vocabulary, only leaves a region, the outp
 feed-forward do both.
 """
 
+from collections.abc import Sequence
 from itertools import product
+from math import prod
 
 import torch
 
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
-from conformance.oracles.schedule import Event, Kind, communicates, gradient_sync
+from conformance.oracles.schedule import Event, Kind, Shapes, chunk_size, communicates, gradient_sync
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
 _COLUMNS = ("wo", "w2")
-_REPLICATED = ("attention_norm", "ffn_norm", "norm")
 
 
 def sharded_dim(parameter: str) -> int | None:
@@ -41,9 +42,14 @@ def sharded_dim(parameter: str) -> int | None:
         return 0
     if module in _COLUMNS:
         return 1 if kind == "weight" else None
-    if module in _REPLICATED:
+    if is_norm(parameter):
         return None
     raise ValueError(f"parameter {parameter}: not in the tensor-parallel plan of {__name__}; add its module there")
+
+
+def is_norm(parameter: str) -> bool:
+    """Return whether a parameter belongs to a norm; tensor parallelism replicates it."""
+    return parameter.split(".")[-2].endswith("norm")
 
 
 def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
@@ -51,25 +57,36 @@ def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tupl
 
     Where `tp` does not divide a dimension, the last ranks have less of it.
     """
-    shapes = {}
-    for name, parameter in outline(model).named_parameters():
-        shape, dim = list(parameter.shape), sharded_dim(name)
+    full = {name: tuple(parameter.shape) for name, parameter in outline(model).named_parameters()}
+    return shards(full, tp=tp, tp_rank=tp_rank)
+
+
+def shards(shapes: Shapes, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of a rank's tensor-parallel shard of each parameter of these full shapes."""
+    if tp == 1:
+        return {name: tuple(shape) for name, shape in shapes.items()}
+    local = {}
+    for name, full in shapes.items():
+        shape, dim = list(full), sharded_dim(name)
         if dim is not None:
-            chunk = -(-shape[dim] // tp)
-            shape[dim] = max(0, min(chunk, shape[dim] - chunk * tp_rank))
-        shapes[name] = tuple(shape)
-    return shapes
+            shape[dim] = chunk_size(shape[dim], tp, tp_rank)
+        local[name] = tuple(shape)
+    return local
 
 
-def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims, *, pp_rank: int = 0) -> list[Event]:
+def tensor_parallel_events(
+    config: TrainerConfig, dims: ParallelDims, *, pp_rank: int = 0, shapes: Shapes | None = None
+) -> list[Event]:
     """Return all collectives over `tp` in forward and backward of one optimizer step, in the order of every rank.
 
     In a pipeline they are those of the stages of `pp_rank`, micro-batch by micro-batch, which is not their order.
+    `shapes` are those of a model whose blocks, all alike, have other norms than the trainer's.
     Sizes are those of the largest rank: a rank that has less of an uneven dimension pads it before it is sent.
     """
     if dims.tp == 1:
         return []
-    traffic, stages = _Traffic(config, dims), pipeline.owners(config)
+    traffic = _Traffic(config, dims, shapes or local_shapes(config.model, tp=1, tp_rank=0))
+    stages = pipeline.owners(config)
     for micro_batch, stage in product(range(config.accumulation), pipeline.stages_of(pp_rank, config)):
         layers = pipeline.layers_of(stage, config)
         traffic.run(micro_batch, layers=len(layers), first=stage == 0, last=stage == len(stages) - 1)
@@ -77,9 +94,11 @@ def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims, *, pp_rank
 
 
 class _Traffic:
-    def __init__(self, config: TrainerConfig, dims: ParallelDims) -> None:
+    def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         self.events: list[Event] = []
         self._config, self._tp = config, dims.tp
+        self._norms = [prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and is_norm(name)]
+        """Elements of the norms of a block."""
         self._policy = dtype_policy(config.precision)
         batch = config.data.global_batch_size // (dims.dp * config.accumulation)
         self._tokens = batch * config.data.seq_len
@@ -95,10 +114,10 @@ class _Traffic:
             self._enter("forward")
             self._logits_and_loss()
             self._enter_backward()
-            self._replicated_gradients(1, micro_batch)
+            self._replicated_gradients([self._config.model.dim], micro_batch)
         for _ in range(layers):
             self._block_backward()
-            self._replicated_gradients(2, micro_batch)
+            self._replicated_gradients(self._norms, micro_batch)
         if first:
             self._leave_backward()
 
@@ -153,7 +172,7 @@ class _Traffic:
         else:
             self._issue("forward", "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
-    def _replicated_gradients(self, norms: int, micro_batch: int) -> None:
+    def _replicated_gradients(self, norms: Sequence[int], micro_batch: int) -> None:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
 
         Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
@@ -169,8 +188,8 @@ class _Traffic:
         accumulated = gradient_sync(self._config) == "last" and micro_batch > 0
         wide = accumulated or traits_of(str(torch.__version__)).gradients_have_own_dtypes
         dtype = self._policy.reduce if wide else self._policy.compute
-        for _ in range(norms):
-            self._issue("backward", "all_reduce", self._config.model.dim, dtype)
+        for numel in norms:
+            self._issue("backward", "all_reduce", numel, dtype)
 
     def _issue(self, phase: str, kind: Kind, numel: int, dtype: str | None = None) -> None:
         self.events.append(Event(phase, kind, "tp", numel, dtype or self._policy.compute))

@@ -10,8 +10,8 @@ from typing import Protocol
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.loss_scale import unscale_events
-from conformance.oracles.schedule import Event, fsdp_events, shard_numels
-from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
+from conformance.oracles.schedule import Event, Shapes, fsdp_events, shard_numels
+from conformance.oracles.tp_schedule import local_shapes, shards, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
@@ -53,18 +53,22 @@ class Sent(Protocol):
         """Bytes of this rank's input."""
 
 
-def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0) -> list[Event]:
+def step_events(
+    config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0, full: Shapes | None = None
+) -> list[Event]:
     """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
-    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`.
+    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. `full`
+    are the shapes of a model other than the trainer's.
     """
-    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
+    full = full or local_shapes(config.model, tp=1, tp_rank=0)
+    shapes = shards(full, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
         *_fsdp_events(config, dims, numels, pp_rank),
-        *tensor_parallel_events(config, dims, pp_rank=pp_rank),
+        *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
         *unscale_events(config, dims),
         *clip_events(pipeline.held_by(pp_rank, shapes, config), config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report

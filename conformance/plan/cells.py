@@ -386,8 +386,8 @@ _MODELS = {
     "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
     "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
     # Rows beyond a kernel's block of 256, groups beyond the megabyte that gloo sends at once, and more layers than any
-    # ring of buffers or of prefetched groups is long. The largest matrices are even, as the memory model needs.
-    "large": replace(_TINY_MODEL, vocab_size=263, dim=288, n_layers=6, n_heads=8, ffn_dim=336, max_seq_len=256),
+    # ring of buffers or of prefetched groups is long. Three ranks have unequal shards of every matrix.
+    "large": replace(_TINY_MODEL, vocab_size=263, dim=272, n_layers=6, n_heads=8, ffn_dim=340, max_seq_len=256),
 }
 _DATA = DataConfig(seq_len=16, min_valid_fraction=0.25)
 _LARGE_DATA = replace(_DATA, seq_len=256)

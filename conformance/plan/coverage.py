@@ -87,6 +87,9 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Laws that have a cell in the profile, by id."""
 
 
+_NOTHING = CombinationCoverage(values=Tally(0, 0), features=Tally(0, 0), axes={})
+
+
 @dataclass(frozen=True)
 class Covered:
     """Possible combinations of some number of values, and the seen ones among them."""
@@ -129,10 +132,12 @@ class Impossible:
 
 
 def coverage(matrix: Matrix, cells: Sequence[Cell], *, judged: Container[tuple[str, str]] | None = None) -> Coverage:
-    """Return the coverage of cells of the matrix.
+    """Return the coverage of cells of the matrix; without cells, as of other people's trainers, nothing is possible.
 
     `judged` are the law and the id of the cell of the cases that have been judged. Without it all cases are.
     """
+    if not cells:
+        return Coverage(pairs=_NOTHING, triples=_NOTHING, laws={})
     laws = laws_on(matrix, cells, judged=judged)
     pairs, triples = (covered(matrix.content, on_numbers(matrix, laws), strength) for strength in (2, 3))
     facts = {cell: cell.facts() for cell in laws}

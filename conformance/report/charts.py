@@ -12,8 +12,8 @@ from conformance.judge.measurements import Measurement
 from conformance.report.wording import bounds_text, is_outside, value_text
 
 _WIDTH, _HEIGHT, _ROW = 120, 10, 13
-_PLOT, _STEP, _DECADES = 44, 15, 4
-"""Height of a plot of deviations, width of a step, and powers of ten below the bounds that the plot shows."""
+_PLOT, _STEP, _DOT, _DECADES = 44, 15, 2.5, 4
+"""Plot of deviations: height, width of a step, radius of a dot, and powers of ten below the bounds."""
 
 
 def bounds_bar(metric: Measurement) -> Markup:
@@ -99,16 +99,17 @@ def deviations(metrics: Mapping[str, Measurement]) -> Markup:
 
     def height(value: float | None) -> float:
         exponent = high if value is None else math.log10(value) if value > 0 else low
-        return 2 + (_PLOT - 4) * (high - min(max(exponent, low), high)) / (high - low)
+        return _DOT + 1 + (_PLOT - 2 * _DOT - 2) * (high - min(max(exponent, low), high)) / (high - low)
 
     marks = Markup().join(
         Markup(
             '<line x1="{left}" x2="{right}" y1="{bound:.1f}" y2="{bound:.1f}" class="bound"/>'
-            '<circle cx="{x}" cy="{y:.1f}" r="2.5" fill="var({colour})"><title>{label}</title></circle>'
+            '<circle cx="{x}" cy="{y:.1f}" r="{radius}" fill="var({colour})"><title>{label}</title></circle>'
         ).format(
             left=_STEP * index,
             right=_STEP * (index + 1),
             x=_STEP * index + _STEP // 2,
+            radius=_DOT,
             bound=height(metric.upper),
             y=height(metric.value),
             colour="--bad" if is_outside(metric) else "--good",

@@ -28,7 +28,7 @@ def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], 
     numbers that has measured nothing, such as one whose run raised an exception, has judged nothing.
     Raises UsageError for an unknown profile.
     """
-    planned = {cell.but(seed=cell.seed + seed).id: cell for cell in matrix.cells.values()}
+    planned = {(cell.but(seed=cell.seed + seed) if seed else cell).id: cell for cell in matrix.cells.values()}
     on_numbers = {law for law, scope in matrix.scopes.items() if scope.numbers}
     judged = {
         (case.law, planned[case.cell].id)

@@ -44,6 +44,15 @@ Kind = Literal[
     "coverage-fell",
 ]
 """Kinds of change. Other programs read these words: `metric-moved` is a metric that has drifted."""
+MIRRORED: dict[Kind, Kind] = {
+    "new-fail": "fixed",
+    "fixed": "new-fail",
+    "new-case": "removed",
+    "removed": "new-case",
+    "support-gained": "support-lost",
+    "support-lost": "support-gained",
+}
+"""Kinds of change from the second report to the first; others have no opposite."""
 _HARMLESS: tuple[Kind, ...] = ("fixed", "new-case", "support-gained")
 """Changes that need no review before an upgrade."""
 _WARNINGS: tuple[Kind, ...] = ("coverage-fell",)

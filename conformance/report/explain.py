@@ -86,9 +86,20 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return [self, *(each for other in others for each in other.with_related)]
 
     @property
+    def all_cases(self) -> list[CaseResult]:
+        """Cases, those of related explanations included."""
+        return [case for each in self.with_related for case in each.cases]
+
+    @property
     def case_count(self) -> int:
         """Number of cases, those of related explanations included."""
-        return sum(len(each.cases) for each in self.with_related)
+        return len(self.all_cases)
+
+    @property
+    def shared_ratio(self) -> str:
+        """Clause about the ratio of this explanation and the related ones; empty without one."""
+        group = [self, *self.related]
+        return _ratio_text(common_ratio([each.ratio for each in group]), _common([each.ratio_names for each in group]))
 
     @property
     def is_drift(self) -> bool:
@@ -528,8 +539,7 @@ def _common_ratio_text(failed: Sequence[Explanation]) -> str:
         return ""
     is_all = len(failed) == 1 and not failed[0].same_place
     number = "all" if is_all else str(sum(len(each.cases) for each in first))
-    names = _common([each.ratio_names for each in first])
-    return f"; in {number} of them {_ratio_text(common_ratio([each.ratio for each in first]), names)}"
+    return f"; in {number} of them {failed[0].shared_ratio}"
 
 
 def _common_place_text(failed: Sequence[Explanation]) -> str:
@@ -542,7 +552,7 @@ def _common_place_text(failed: Sequence[Explanation]) -> str:
 
 
 def _cases_text(explanations: Sequence[Explanation]) -> str:
-    cases = [case for each in explanations for related in each.with_related for case in related.cases]
+    cases = [case for each in explanations for case in each.all_cases]
     return f"{counted(len(cases), 'case')} of {counted(len({case.law for case in cases}), 'law')}"
 
 

@@ -13,10 +13,11 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Te
 from markupsafe import Markup, escape
 
 from conformance.instruments.communication import Communication
-from conformance.judge.verdicts import BAD, Verdict
+from conformance.judge.verdicts import BAD, CONFORMANT, INCOMPLETE, Verdict
 from conformance.report.charts import bar, bounds_bar, deviations, loss_curve, share_bar
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.explain import MAX_EXPLANATIONS, explain, summary, title
+from conformance.report.glance import cause_anchor, findings
 from conformance.report.location import Mark
 from conformance.report.module_tree import branches
 from conformance.report.schema import CaseResult, Report, verdict_counts
@@ -49,6 +50,8 @@ _MARKS: dict[Mark, str] = {
     "unseen": "-",
 }
 """Signs of the states of modules, which do not depend on colours."""
+_OUTCOME_CLASSES = {CONFORMANT: Verdict.PASS.value, INCOMPLETE: Verdict.QUALITY_WARNING.value}
+"""Classes of style of an outcome; all others are failures."""
 _ISSUES = "https://github.com/pytorch/pytorch/issues/"
 _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:!?)\]])|\bpytorch#(?P<issue>[0-9]+)\b")
 
@@ -62,6 +65,8 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
     return _template().render(
         report=report,
         headline=headline(report),
+        outcome_class=outcome_class(report.exit_code),
+        findings=findings(reached, explanations),
         failures={"title": title(explanations), "summary": summary(explanations), "causes": explanations},
         shown=MAX_EXPLANATIONS,
         families=families,
@@ -85,6 +90,11 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         has_baseline=baseline is not None,
         environment=list(_environment_facts(report.environment)),
     )
+
+
+def outcome_class(exit_code: int) -> str:
+    """Return the class of style, that of a verdict, in which an outcome is shown."""
+    return _OUTCOME_CLASSES.get(exit_code, Verdict.FAIL.value)
 
 
 def linked(text: str) -> Markup:
@@ -119,7 +129,7 @@ def template_environment(*packages: str) -> Environment:
 def _template() -> Template:
     environment = template_environment("conformance.report")
     charts = (bar, bounds_bar, deviations, loss_curve, share_bar)
-    words = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
+    words = (bounds_text, bytes_text, cause_anchor, counted, derivation_text, linked, value_text)
     filters = (*charts, *words, branches, has_outside, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}

@@ -24,6 +24,8 @@ NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN})
 """Verdicts on cases of which no law has judged a run."""
 _MIN_RATIO = 1.01
 """Smallest multiple of a bound that is written as a number."""
+_MAX_RATIO = 1_000_000
+"""Largest multiple of a bound that is written as a number."""
 _MIN_SHARE = 1e-4
 """Smallest share that is written as a number, without an exponent."""
 _BELOW_ALL = 99.9
@@ -52,7 +54,7 @@ class Narrowest(msgspec.Struct, frozen=True):
 
 
 class LawOverview(msgspec.Struct, frozen=True):
-    """Cases of one law, at least one."""
+    """Cases of one law, at least one; those that speak against conformance first."""
 
     cases: list[CaseResult]
 
@@ -82,7 +84,8 @@ class Family(msgspec.Struct, frozen=True):
 def families_of(cases: Sequence[CaseResult]) -> list[Family]:
     """Return all laws of a report by family, in the order of ids."""
     ordered = sorted(cases, key=lambda case: in_order(case.law))
-    laws = [LawOverview(list(group)) for _, group in groupby(ordered, key=lambda case: case.law)]
+    by_law = (list(group) for _, group in groupby(ordered, key=lambda case: case.law))
+    laws = [LawOverview(sorted(group, key=lambda case: case.verdict not in BAD)) for group in by_law]
     return [Family(name, list(group)) for name, group in groupby(laws, key=lambda law: law.id.partition("-")[0])]
 
 
@@ -107,12 +110,19 @@ def _room(margin: float, metric: Measurement) -> str:
     """Room of a metric in words; a memory between two bounds is a distance, since a bound of 0 % is no model's."""
     value, lower, upper = metric.value, metric.lower, metric.upper
     if is_outside(metric):
-        return "outside" if math.isinf(margin) or margin < _MIN_RATIO else f"{margin:.3g} times the bound"
+        return "outside" if math.isinf(margin) or margin < _MIN_RATIO else f"{times_text(margin)} the bound"
     if metric.kind == "memory" and value is not None and lower and upper is not None:
         is_low = value - lower <= upper - value
         distance, side = (value - lower, "above the lower") if is_low else (upper - value, "below the upper")
         return f"{distance:.0f} bytes {side} bound"
     return "at the bound" if margin == 1.0 else f"{percent_text(margin)} of the bound"
+
+
+def times_text(ratio: float) -> str:
+    """Return a ratio of three significant digits, without an exponent: `51,300 times`, `over 1,000,000 times`."""
+    if ratio > _MAX_RATIO:
+        return f"over {_MAX_RATIO:,} times"
+    return f"{float(f'{ratio:.3g}'):,.0f} times" if ratio >= 1000 else f"{ratio:.3g} times"
 
 
 def percent_text(share: float) -> str:
@@ -257,7 +267,7 @@ def bytes_text(metric: Measurement) -> str:
     lower, upper = metric.lower or 0.0, metric.upper or 0.0
     text = f"{metric.value / _MIB:.3f} MiB"
     if lower == upper:
-        return f"{text}, the model's{f' {metric.value - lower:+,.0f} B' if metric.value != lower else ''}"
+        return f"{text}, as modelled{f' {metric.value - lower:+,.0f} B' if metric.value != lower else ''}"
     above = f", lower bound {metric.value - lower:+,.0f} B" if lower else ""
     return f"{text}{above}, upper bound {metric.value - upper:+,.0f} B"
 

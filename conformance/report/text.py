@@ -40,7 +40,7 @@ class Headline(msgspec.Struct, frozen=True):
     outcome: str
     """Meaning of the exit status: `CONFORMANT`, `NOT CONFORMANT`, `THE SUITE FAILED`, `USAGE ERROR`, `INCOMPLETE`."""
     incomplete: str
-    """Clause about a session that ended early: `incomplete: 12 of 965 cases run`; empty if all planned cases ended."""
+    """Clause about a session that ended early: `12 of 965 cases run`; empty if all planned cases ended."""
     subject: str
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]
@@ -54,8 +54,10 @@ class Headline(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """Outcome, and how much of an incomplete session it rests on."""
-        return f"{self.outcome} ({self.incomplete})" if self.incomplete else self.outcome
+        """Outcome, and the cases of an incomplete session on which it rests."""
+        is_said = self.outcome == _OUTCOMES[INCOMPLETE]
+        run = self.incomplete if is_said or not self.incomplete else f"incomplete: {self.incomplete}"
+        return f"{self.outcome} ({run})" if run else self.outcome
 
     @property
     def line(self) -> str:
@@ -80,7 +82,7 @@ def headline(report: Report) -> Headline:
 def _incomplete(report: Report) -> str:
     if not any(case.verdict == Verdict.NOT_RUN for case in report.cases):
         return ""
-    return f"incomplete: {report.executed} of {counted(report.planned, 'case')} run"
+    return f"{report.executed} of {counted(report.planned, 'case')} run"
 
 
 def _unverified(report: Report) -> str:
@@ -116,8 +118,8 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     if not report.planned:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
     yield from _failures(explain(report))
-    table = _cell_table if report.trainer else _law_table
-    yield f"\n{table(report, table_format='simple')}\n"
+    table = (_cell_table if report.trainer else _law_table)(report, table_format="simple")
+    yield f"\n{table}\n" if table else ""
     yield from (*_not_judged(report), *_scope(report))
     yield from _exposed_communication(report)
     wait_s = sum(case.wait_s for case in report.cases)
@@ -284,7 +286,7 @@ def _law_table(report: Report, *, table_format: str) -> str:
         counts = Counter(case.verdict for case in by_law[law])
         seconds = sum(case.duration_s for case in by_law[law])
         rows.append([law, *(counts[column] or "" for column in columns), f"{seconds:.1f}"])
-    return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format)
+    return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format) if rows else ""
 
 
 def _cell_table(report: Report, *, table_format: str) -> str:
@@ -304,7 +306,7 @@ def _cell_table(report: Report, *, table_format: str) -> str:
         rows.append(
             [cell, *(counts[column] or "" for column in columns), outcome if did_run else f"did not run: {outcome}"]
         )
-    return tabulate(rows, headers=["cell", *columns, "outcome"], tablefmt=table_format)
+    return tabulate(rows, headers=["cell", *columns, "outcome"], tablefmt=table_format) if rows else ""
 
 
 def _not_judged(report: Report) -> Iterator[str]:

@@ -1,15 +1,18 @@
 """Content of the site, from reports alone: columns, laws, findings, cases, trends, differences, trainers, defects."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import msgspec
 
-from conformance.judge.verdicts import BAD, Verdict
+from conformance.judge.verdicts import Verdict
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import total_rows
 from conformance.report.diff import Change, Kind, diff
+from conformance.report.explain import explain
+from conformance.report.glance import cause_text, waived_fault
 from conformance.report.schema import CaseResult, Report, verdict_counts
 from conformance.report.sections import Narrowest, narrowest_margin
 from conformance.report.text import device_text, headline
@@ -19,6 +22,8 @@ from reference_trainer.checks import UsageError
 CODES = dict(zip(Verdict, "pqnwfutce-", strict=True))
 """A letter for each verdict, and a space for a case that a report does not have: most of the site's data are these."""
 _ABSENT = " "
+_MAX_WORDS = 300
+"""Longest reason or margin: a reason may name every tensor of a model, and the report has it."""
 MAX_CHANGES = 60
 """Changes of a pair that the site shows."""
 
@@ -29,8 +34,12 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     device: str
     """Devices, with the substrates of judged cases: `CPU (gloo, simulated)`."""
+    device_type: str
+    """Type of the devices, `cpu`, `cuda` or `sim`: trends are by type."""
     profile: str
     started: str
+    verdict: str
+    """Outcome of the report, and the cases that an incomplete session has run."""
     line: str
     """Headline of the report: outcome, restrictions and subject."""
     exit_code: int
@@ -60,11 +69,11 @@ class FindingRow(msgspec.Struct, frozen=True, kw_only=True):
     """Fault that cases show, waived or failing."""
 
     name: str
-    """Issue or finding of a waiver; for a failure, its reason up to the first colon."""
+    """Issue of a waiver and its reason; for a failure, its cause in one line."""
     is_waived: bool
     laws: list[str]
-    cases: list[list[str]]
-    """Ids of its cases, by column."""
+    cases: list[list[int]]
+    """Numbers of its cases in `CaseData`, by column."""
 
 
 class CaseData(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +91,11 @@ class CaseData(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of words by case, by column; of cases with a reason alone."""
     margins: list[dict[int, int]]
     """Numbers of words by case, by column; of cases with a metric that has bounds."""
+
+    @property
+    def pairs_of_names(self) -> list[tuple[str, str]]:
+        """Law and cell of each case."""
+        return [(self.laws[law], self.cells[cell]) for law, cell in self.cases]
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,11 +131,12 @@ def content_of(reports: Sequence[Report]) -> Content:
     own = [report for report in reports if report.trainer is None]
     if not own:
         raise UsageError("no report is about the reference trainer: a site needs at least one, of a session of pytest")
+    data = _case_data(own)
     return Content(
         columns=[_column(report) for report in own],
         laws=_law_rows(own),
-        findings=_finding_rows(own),
-        data=_case_data(own),
+        findings=_finding_rows(own, data),
+        data=data,
         pairs=[_pair(own, before, after) for before, after in combinations(range(len(own)), 2)],
         trainers=[report for report in reports if report.trainer is not None],
     )
@@ -132,8 +147,10 @@ def _column(report: Report) -> Column:
     return Column(
         torch=str(report.environment["packages"]["torch"]),
         device=device_text(report),
+        device_type=report.environment["device"].get("type", ""),
         profile=report.profile,
         started=report.started,
+        verdict=head.verdict,
         line=head.line,
         exit_code=report.exit_code,
         planned=report.planned,
@@ -163,20 +180,23 @@ def _law_rows(reports: Sequence[Report]) -> list[LawRow]:
     ]
 
 
-def _finding_rows(reports: Sequence[Report]) -> list[FindingRow]:
-    """Return waived faults by issue, and failures by their reason; failures come first."""
+def _finding_rows(reports: Sequence[Report], data: CaseData) -> list[FindingRow]:
+    """Return causes of failures, and waived faults by their waivers; failures come first."""
     found: dict[tuple[bool, str], list[list[CaseResult]]] = defaultdict(lambda: [[] for _ in reports])
-    for number, report in enumerate(reports):
+    for column, report in enumerate(reports):
+        for cause in explain(report):
+            if not cause.is_drift:
+                found[False, cause_text(cause)][column] += cause.all_cases
         for case in report.cases:
-            if case.verdict == Verdict.WAIVED or case.verdict in BAD:
-                is_waived = case.verdict == Verdict.WAIVED
-                found[is_waived, case.reason.partition(": ")[0]][number].append(case)
+            if case.verdict == Verdict.WAIVED:
+                found[True, waived_fault(case)][column].append(case)
+    numbers = {pair: number for number, pair in enumerate(data.pairs_of_names)}
     return [
         FindingRow(
             name=name,
             is_waived=is_waived,
             laws=sorted({case.law for cases in columns for case in cases}, key=in_order),
-            cases=[[case.id for case in cases] for cases in columns],
+            cases=[[numbers[case.law, case.cell] for case in cases] for cases in columns],
         )
         for (is_waived, name), columns in sorted(found.items())
     ]
@@ -191,7 +211,10 @@ def _case_data(reports: Sequence[Report]) -> CaseData:
     words: dict[str, int] = {}
 
     def numbered(told: Mapping[int, str]) -> dict[int, int]:
-        return {number: words.setdefault(text, len(words)) for number, text in told.items() if text}
+        short = {
+            number: textwrap.shorten(text, _MAX_WORDS, placeholder=" ...") for number, text in told.items() if text
+        }
+        return {number: words.setdefault(text, len(words)) for number, text in short.items()}
 
     columns = [[cases.get(case.id) for case in shown] for cases in by_id]
     return CaseData(

@@ -3,10 +3,8 @@
 Each layer saves tensors for backward, with fused attention and norms, and its largest product needs a temporary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from msgspec.structs import replace
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
@@ -15,8 +13,8 @@ from conformance.oracles.memory_model import group_bytes
 from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import entered, groups, spans_model
 from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
-from conformance.oracles.tp_schedule import local_shapes
-from reference_trainer.config import TrainerConfig
+from conformance.oracles.tp_schedule import shards
+from conformance.sizing.decoder import Decoder, Workload
 from reference_trainer.parallel_dims import ParallelDims
 
 _FP32_BYTES = 4
@@ -51,35 +49,47 @@ class _Costs:
     """Activations that a stage sends or receives."""
 
 
-def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
+def _costs(workload: Workload) -> _Costs:
+    decoder, config, dims = workload.decoder, workload.config, workload.dims
     compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
-    model = config.model
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
-    logits = tokens * model.vocab_size * _FP32_BYTES
     names = entered(groups(config))
-    saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
-    hidden = tokens * model.dim * compute // dims.tp
+
+    def nbytes(width: Width, *, ends: int = 0) -> dict[str, int]:
+        """Return the bytes of so many elements of each token, by group; `ends` are those of embedding and output."""
+        layers = {name: int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")}
+        widths = dict.fromkeys(names, ends) | {name: width(decoder, layer) for name, layer in layers.items()}
+        return {name: tokens * elements * compute // dims.tp for name, elements in widths.items()}
+
+    hidden = tokens * decoder.dim * compute // dims.tp
+    logits = tokens * decoder.vocab_size * _FP32_BYTES
     # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
-    saved |= {"tok_embeddings": 0, "output": 2 * hidden + logits * compute // _FP32_BYTES + logits}
-    working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
+    loss = logits * compute // _FP32_BYTES + logits
+    saved, every = nbytes(KEPT[workload.checkpointing]), nbytes(KEPT["none"])
+    recomputed = {name: every[name] - saved[name] for name in names}
+    working = nbytes(_largest, ends=decoder.dim)
     if compute < _FP32_BYTES:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
-    unrecomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    recomputed = {name: unrecomputed - saved[name] if name.startswith("layers.") else 0 for name in names}
-    # Of a block, the gradients of the results of its norms and linear layers; of the output, those of norm and logits.
-    width = 5 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.ffn_dim
-    arrived = dict.fromkeys(names, tokens * width * compute // dims.tp)
-    arrived |= {"tok_embeddings": 0, "output": hidden + logits * compute // _FP32_BYTES}
-    freed = dict.fromkeys(names, 0) | {"output": saved["output"] - 2 * hidden}
-    transferred = pipeline.activation_numel(config, dims) * compute
-    embedding = model.vocab_size * model.dim * compute // dims.tp
-    gradients = _unpadded(config, dims)
-    return _Costs(saved, working, recomputed, freed, arrived, gradients, embedding, 2 * logits, transferred)
+    if workload.checkpointing != "full":
+        scores = tokens * decoder.n_heads * _FP32_BYTES // dims.tp  # fused attention keeps a sum of each row
+        saved = {name: kept + scores * name.startswith("layers.") for name, kept in saved.items()}
+    return _Costs(
+        saved=saved | {"output": 2 * hidden + loss},
+        working=working,
+        recomputed=recomputed,
+        freed=dict.fromkeys(names, 0) | {"output": loss},
+        arrived=nbytes(_gradients) | {"output": hidden + logits * compute // _FP32_BYTES},
+        gradients=_unpadded(workload),
+        gradient_of_embedding=decoder.vocab_size * decoder.dim * compute // dims.tp,
+        gradients_of_logits=2 * logits,
+        transferred=pipeline.activation_numel(config, dims) * compute,
+    )
 
 
-def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
+def estimated_profile(workload: Workload) -> list[MemorySegment]:
     """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
-    walk, among = _Walk(_costs(config, dims), stay=False), groups(config)
+    config = workload.config
+    walk, among = _Walk(_costs(workload), stay=False), groups(config)
     if spans_model(config):
         (outer,) = among
         walk.spanned(outer.name, [group.name for group in outer.inner], tied=config.model.tied_embeddings)
@@ -90,9 +100,10 @@ def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemoryS
     return walk.segments * config.accumulation
 
 
-def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
+def estimated_stages_profile(workload: Workload, *, rank: int) -> list[MemorySegment]:
     """Return activations and gradients of the stages of a rank of the pipeline, as `estimated_profile` does."""
-    costs, rank_of = _costs(config, dims), pipeline.owners(config)
+    config = workload.config
+    costs, rank_of = _costs(workload), pipeline.owners(config)
     walk = _Walk(costs, stay=gradients_stay(config, UP_TO_2_14))
     for action, ends_stage in pipeline.with_ends(pipeline.order(config, rank=rank), config):
         names = pipeline.groups_of(action.stage, config)
@@ -231,18 +242,71 @@ class _Walk:
         self._add("end")
 
 
-def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
-    """Return the bytes of the activations that one block saves for backward.
+def _unpadded(workload: Workload) -> dict[str, int]:
+    tp = workload.dims.tp
+    unsharded = ParallelDims(dp_replicate=1, dp_shard=1, tp=tp)
+    return group_bytes(workload.config, unsharded, shards(workload.decoder.shapes(), tp=tp, tp_rank=0))
 
-    They are inputs and outputs of both norms, queries, keys and values (repeated for each query head), output of
-    attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product).
+
+Width = Callable[[Decoder, int], int]
+"""Elements of each token in a block, of the dtype of computation."""
+
+
+def _everything(decoder: Decoder, layer: int) -> int:
+    """Elements that a block without checkpointing saves for backward.
+
+    They are inputs and outputs of norms (of those whose output is saved as another's input, the input), queries, keys
+    and values (repeated for each query head), the output of attention, and four times the hidden layer of the
+    feed-forward (gate, its activation, up, their product). Experts have their own copies of a token and of its result.
     """
-    model = config.model
-    every = 8 * model.dim + 4 * model.ffn_dim
-    width = {"none": every, "selective": every // 2, "full": model.dim}[config.activation_checkpointing]
-    return tokens * width * compute // dims.tp
+    attention = 2 * decoder.n_heads * (decoder.head_width + decoder.value_width)
+    queries, keys = (heads * decoder.head_width for heads in (decoder.n_heads, decoder.n_kv_heads))
+    inputs = {"q_norm": queries, "k_norm": keys}
+    norms = 4 * decoder.dim + sum(inputs.get(norm, decoder.dim) for norm in decoder.norms)
+    if decoder.latents:
+        norms += 2 * (decoder.latents.q_rank + decoder.latents.kv_rank)
+    experts = decoder.experts_of(layer)
+    if experts is None:
+        return norms + attention + 4 * decoder.ffn_dim
+    routed = experts.active * (2 * decoder.dim + 4 * experts.ffn_dim)
+    return norms + attention + routed + 4 * experts.shared_ffn_dim
 
 
-def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
-    unsharded = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
-    return group_bytes(config, unsharded, local_shapes(config.model, tp=dims.tp, tp_rank=0))
+def _input(decoder: Decoder, _layer: int) -> int:
+    return decoder.dim
+
+
+def _products(decoder: Decoder, layer: int) -> int:
+    """Elements of a block's input and of the outputs of its matrix products and of attention."""
+    return _input(decoder, layer) + decoder.n_heads * decoder.value_width + sum(_outputs(decoder, layer))
+
+
+def _every_second_product(decoder: Decoder, layer: int) -> int:
+    """As `_products`, without the second, fourth, ... product.
+
+    Source: `_get_custom_policy` in torchtitan/distributed/activation_checkpoint.py at v0.1.0, for blocks without
+    experts and biases, whose products are other operators.
+    """
+    return _products(decoder, layer) - sum(_outputs(decoder, layer)[1::2])
+
+
+def _outputs(decoder: Decoder, layer: int) -> list[int]:
+    return [product.active * product.outputs for product in decoder.products(layer)]
+
+
+def _largest(decoder: Decoder, layer: int) -> int:
+    return max(_outputs(decoder, layer))
+
+
+def _gradients(decoder: Decoder, layer: int) -> int:
+    """Elements of the gradients of the results of a block's norms and linear layers."""
+    return 2 * decoder.dim + sum(_outputs(decoder, layer))
+
+
+KEPT: dict[str, Width] = {
+    "none": _everything,
+    "selective": _products,
+    "selective-op": _every_second_product,
+    "full": _input,
+}
+"""Elements that a block keeps for backward, by kind of activation checkpointing."""

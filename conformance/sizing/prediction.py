@@ -1,13 +1,10 @@
-"""Memory and traffic of a model of any size on a mesh of any size, and the settings that fit a device.
+"""Memory and traffic of a model of any size on a mesh of any size.
 
 Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
 with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
-import math
-import re
 from collections.abc import Sequence
-from itertools import product
 from typing import Literal, get_args
 
 import msgspec
@@ -18,15 +15,18 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import memory_walk, pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
-from conformance.oracles.tp_schedule import local_shapes
+from conformance.oracles.schedule import Event
+from conformance.oracles.tp_schedule import shards
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
-from conformance.sizing.activations import estimated_profile, estimated_stages_profile, kept_for_backward
+from conformance.sizing.activations import KEPT, estimated_profile, estimated_stages_profile, kept_for_backward
+from conformance.sizing.decoder import Decoder, Workload
+from conformance.sizing.fixed_costs import FixedCost, fixed_costs
 from conformance.sizing.models import read_model
 from reference_trainer.checks import UsageError, require
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
+from reference_trainer.config import DataConfig, MeshConfig, TrainerConfig
 from reference_trainer.observer import Phase
-from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, check_blocks_fit, check_fits_mesh, resolve_mesh
 from reference_trainer.pipeline import check_pipeline
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.reshard import reshard_policy
@@ -34,7 +34,7 @@ from reference_trainer.reshard import reshard_policy
 RESHARD_MODES = ("never", "except-last", "default", "always")
 """Reshard modes that have a name, from the least communication to the least memory."""
 CHECKPOINTING = ("none", "selective", "full")
-"""Kinds of activation checkpointing, from the least recomputation to the least memory."""
+"""Kinds of activation checkpointing that the trainer runs, from the least recomputation to the least memory."""
 KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activations", "temporaries")
 """Kinds of memory.
 
@@ -48,14 +48,13 @@ _CHOICES = {
     "pipeline": PIPELINES,
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
-    "activation_checkpointing": CHECKPOINTING,
+    "activation_checkpointing": tuple(KEPT),
     "groups": ("blocks-and-ends", "blocks"),
 }
 _LARGEST = 2**40
 """Largest number of samples, micro-batches or tokens: their products fit into 64 bits."""
 _AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _FP32_BYTES = 4
-_UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +77,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     activation_checkpointing: str = "none"
     groups: str = "blocks-and-ends"
     """Grouping of embedding, norm and output, see `TrainerConfig.grouping`."""
+    fixed_costs: str | None = None
+    """Size such as `2GiB` in place of the ranges of `fixed_costs`."""
     overrides: Sequence[str] = ()
     """`field=value` laid over the model's file, such as `n_layers=48`."""
 
@@ -138,6 +139,8 @@ class Prediction(msgspec.Struct, frozen=True):
 
     parameters: int
     """Number of parameters of the full model."""
+    active_parameters: int
+    """Number of parameters that a token passes through: of experts those that are active."""
     ranks: int
     """Number of ranks of the mesh."""
     state_bytes: int
@@ -156,6 +159,10 @@ class Prediction(msgspec.Struct, frozen=True):
     """Estimate of the activations that are kept for backward."""
     traffic: list[PhaseTraffic]
     """Collectives that a rank issues in a step, and transfers between stages (`send`), in the order of phases."""
+    fixed_costs: list[FixedCost]
+    """Memory of a CUDA device that no phase has."""
+    notes: list[str]
+    """Assumptions about this model."""
 
 
 def prediction(request: Request) -> Prediction:
@@ -163,27 +170,33 @@ def prediction(request: Request) -> Prediction:
 
     Raises UsageError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
     """
-    config, dims = configuration(request)
-    memories = [_stage_memory(config, dims, stage) for stage in range(dims.pp)]
+    workload = configuration(request)
+    decoder, dims = workload.decoder, workload.dims
+    memories = [_stage_memory(workload, stage) for stage in range(dims.pp)]
     peaks = [peak_bytes(memory) for memory in memories]
     stage = peaks.index(max(peaks))
+    shapes = stage_shapes(workload, stage)
     return Prediction(
-        parameters=sum(map(math.prod, local_shapes(config.model, tp=1, tp_rank=0).values())),
+        parameters=decoder.parameters,
+        active_parameters=decoder.active_parameters,
         ranks=dims.world_size,
-        state_bytes=state_bytes(config, dims, stage_shapes(config, dims, stage)),
-        buffer_bytes=buffer_bytes(config),
+        state_bytes=state_bytes(workload.config, dims, shapes),
+        buffer_bytes=buffer_bytes(decoder),
         stage=stage,
         stage_peaks_bytes=peaks,
         modes=[_mode(request, mode) for mode in reshard_modes(request)] if dims.pp > 1 else [],
         phases=memories[stage],
-        activation_bytes=kept_for_backward(_profile(config, dims, stage)),
-        traffic=_traffic(config, dims, stage),
+        activation_bytes=kept_for_backward(_profile(workload, stage)),
+        traffic=_traffic(workload, stage),
+        fixed_costs=fixed_costs(workload, shapes, given=request.fixed_costs),
+        notes=_notes(workload),
     )
 
 
-def stage_shapes(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, tuple[int, ...]]:
+def stage_shapes(workload: Workload, stage: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes that FSDP shards on a rank of the pipeline, by parameter."""
-    return pipeline.held_by(stage, local_shapes(config.model, tp=dims.tp, tp_rank=0), config)
+    local = shards(workload.decoder.shapes(), tp=workload.dims.tp, tp_rank=0)
+    return pipeline.held_by(stage, local, workload.config)
 
 
 def peak_bytes(phases: dict[str, PhaseMemory]) -> int:
@@ -191,29 +204,30 @@ def peak_bytes(phases: dict[str, PhaseMemory]) -> int:
     return max(memory.peak_bytes for memory in phases.values())
 
 
-def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMemory]:
+def phase_memory(workload: Workload) -> dict[str, PhaseMemory]:
     """Return the memory of each phase on the device of rank 0, which has the largest shards.
 
     In a pipeline it is the first rank of the stage that needs most.
     """
-    return max((_stage_memory(config, dims, stage) for stage in range(dims.pp)), key=peak_bytes)
+    return max((_stage_memory(workload, stage) for stage in range(workload.dims.pp)), key=peak_bytes)
 
 
-def _profile(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[MemorySegment]:
-    return estimated_profile(config, dims) if dims.pp == 1 else estimated_stages_profile(config, dims, rank=stage)
+def _profile(workload: Workload, stage: int) -> list[MemorySegment]:
+    is_pipeline = workload.dims.pp > 1
+    return estimated_stages_profile(workload, rank=stage) if is_pipeline else estimated_profile(workload)
 
 
 def _mode(request: Request, mode: str) -> ModeOfPipeline:
-    config, dims = configuration(replace(request, reshard=mode))
-    peaks = [peak_bytes(_stage_memory(config, dims, stage)) for stage in range(dims.pp)]
-    events = step_events(config, dims, tp_rank=0, pp_rank=peaks.index(max(peaks)))
+    workload = configuration(replace(request, reshard=mode))
+    peaks = [peak_bytes(_stage_memory(workload, stage)) for stage in range(workload.dims.pp)]
+    events = _events(workload, peaks.index(max(peaks)))
     gathers = [event for event in events if (event.kind, event.group) == ("all_gather", "dp_shard")]
     return ModeOfPipeline(mode, max(peaks), len(gathers), sum(event.nbytes for event in gathers))
 
 
-def _stage_memory(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, PhaseMemory]:
-    shapes = stage_shapes(config, dims, stage)
-    resident = {"sharded parameters": buffer_bytes(config), "optimizer state": 0}
+def _stage_memory(workload: Workload, stage: int) -> dict[str, PhaseMemory]:
+    config, dims, shapes = workload.config, workload.dims, stage_shapes(workload, stage)
+    resident = {"sharded parameters": buffer_bytes(workload.decoder), "optimizer state": 0}
     if config.offload == "none":
         resident["sharded parameters"] += parameter_bytes(config, dims, shapes)
         resident["optimizer state"] = optimizer_bytes(config, dims, shapes)
@@ -221,7 +235,7 @@ def _stage_memory(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict
     received = pipeline.received_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
     # As in torch up to 2.14. While activations are there the profile has them.
     kept = pipeline.kept_gradients_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
-    usages = predict(config, dims, shapes, _profile(config, dims, stage), device_only=True)
+    usages = predict(config, dims, shapes, _profile(workload, stage), device_only=True)
     buffers = {phase: received + kept * (phase in _AFTER_BACKWARD) for phase in usages}
     return {
         phase: _with_resident(usage, resident | {"communication buffers": buffers[phase]})
@@ -235,10 +249,15 @@ def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseM
     return PhaseMemory(nbytes + usage.peak_bytes, nbytes + usage.end_bytes, kinds)
 
 
-def _traffic(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
+def _events(workload: Workload, stage: int) -> list[Event]:
+    full = workload.decoder.shapes()
+    return step_events(workload.config, workload.dims, tp_rank=0, pp_rank=stage, full=full)
+
+
+def _traffic(workload: Workload, stage: int) -> list[PhaseTraffic]:
     """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
-    rows = []
-    for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0, pp_rank=stage)).items():
+    config, dims, rows = workload.config, workload.dims, []
+    for (phase, group, kind, dtype), traffic in add_up(_events(workload, stage)).items():
         ranks = ranks_in(group, dims)
         sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
         rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
@@ -259,10 +278,10 @@ def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Ph
     return rows
 
 
-def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
-    """Return the trainer's configuration, and its degrees of parallelism. Raises UsageError as `prediction` does."""
+def configuration(request: Request) -> Workload:
+    """Return the model, and how it is trained. Raises UsageError as `prediction` does."""
     model = read_model(request.model, request.overrides)
-    _require_modelled(model)
+    decoder = replace(model, max_seq_len=max(model.max_seq_len, request.seq_len))
     for name in ("batch", "accumulation", "seq_len"):
         given = getattr(request, name)
         require(given <= _LARGEST, f"{name} {given}: at most {_LARGEST}")
@@ -279,31 +298,57 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         "accumulation": request.accumulation,
         "offload": request.offload,
         "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
-        "activation_checkpointing": request.activation_checkpointing,
+        "activation_checkpointing": request.activation_checkpointing.removesuffix("-op"),
         "grouping": request.groups,
-        "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
+        "model": decoder.skeleton(),
     }
     try:
         config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
     except msgspec.ValidationError as error:
         raise UsageError(str(error)) from None
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
+    check_blocks_fit(decoder, tp=dims.tp)
     check_fits_mesh(config, dims)
     check_pipeline(config, dims)
+    _require_modelled(decoder, request, dims)
     require(
         dims.pp == 1 or request.reshard in RESHARD_MODES,
         f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
     )
     reshard_policy(config, dims, torch.device("cpu"))  # refuses what the trainer refuses
-    return config, dims
+    return Workload(decoder, config, dims, request.activation_checkpointing)
 
 
-def _require_modelled(model: ModelConfig) -> None:
+def _require_modelled(decoder: Decoder, request: Request, dims: ParallelDims) -> None:
+    parts = [name for name in ("experts", "latents", "sinks") if getattr(decoder, name)]
+    structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(parts)} is not modelled"
+    require(dims.tp == 1 or not parts, f"{structure}; use a mesh without tp")
+    if request.activation_checkpointing != "selective-op":
+        return
+    parts = [name for name in ("experts", "biases") if getattr(decoder, name)]
     require(
-        model.dropout == 0 and model.arithmetic == "float",
-        f"dropout {model.dropout} with arithmetic {model.arithmetic}: the estimate of activations is that of dropout 0 "
-        "and arithmetic float; leave both out",
+        not parts and dims.tp == 1,
+        f"activation checkpointing selective-op with {', '.join([*parts, *(['tp'] if dims.tp > 1 else [])])}: "
+        "torchtitan's policy then counts other operators, which are not modelled; use selective or full",
     )
+
+
+def _notes(workload: Workload) -> list[str]:
+    decoder, ranks = workload.decoder, workload.dims.dp_shard
+    notes = [f"Not counted of this model: {part}." for part in decoder.not_counted]
+    if decoder.experts:
+        number, held = decoder.experts.number, -(-decoder.experts.number // ranks)
+        notes.append(
+            "Experts are sharded by FSDP alone, without expert parallelism, and a block gathers all of its experts; "
+            "tokens are spread evenly over them."
+        )
+        if held * ranks > number:
+            notes.append(
+                f"FSDP shards stacked experts by expert: {number} over {ranks} ranks leave {ranks - -(-number // held)}"
+                f" ranks without any, and pad buffers to {held * ranks}. A shard_placement_fn for dimension 1 avoids "
+                "that."
+            )
+    return notes
 
 
 def _reshard(text: str) -> str | int | dict[str, str | int]:
@@ -318,64 +363,6 @@ def _reshard(text: str) -> str | int | dict[str, str | int]:
         raise UsageError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
 
 
-def buffer_bytes(config: TrainerConfig) -> int:
+def buffer_bytes(decoder: Decoder) -> int:
     """Return the size of the RoPE table: cosines and sines in fp32."""
-    return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """Alternative reshard mode and activation checkpointing, with the memory that they need."""
-
-    reshard: str
-    activation_checkpointing: str
-    peak_bytes: int
-    left_bytes: int
-    """Memory of the device above the peak; negative if the setting does not fit."""
-
-
-class DeviceFit(msgspec.Struct, frozen=True):
-    """Room that a prediction leaves on a device."""
-
-    device_bytes: int
-    phase: str
-    """Phase with the largest peak."""
-    left_bytes: int
-    """Memory of the device above that peak; negative if the model does not fit."""
-    tried: list[Setting]
-    """Other settings, from the fastest to the least memory; none if the model fits."""
-
-    @property
-    def fits(self) -> bool:
-        """True if no phase needs more than the device has."""
-        return self.left_bytes >= 0
-
-
-def parse_bytes(size: str) -> int:
-    """Return the bytes of a size such as `80GiB`. Raises UsageError for any other text, and for 0."""
-    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS_BYTES)})", size)
-    nbytes = int(float(match[1]) * _UNITS_BYTES[match[2]]) if match else 0
-    units = ", ".join(_UNITS_BYTES)
-    require(nbytes > 0, f"device memory {size}: write a number above 0 and a unit, one of {units}: 80GiB")
-    return nbytes
-
-
-def device_fit(request: Request, phases: dict[str, PhaseMemory], *, device_bytes: int) -> DeviceFit:
-    """Compare predicted `phases` with a device, and try other settings of the request if they do not fit.
-
-    Raises UsageError as `prediction` does.
-    """
-    phase, memory = max(phases.items(), key=lambda item: item[1].peak_bytes)
-    left_bytes = device_bytes - memory.peak_bytes
-    return DeviceFit(device_bytes, phase, left_bytes, [] if left_bytes >= 0 else _others(request, device_bytes))
-
-
-def _others(request: Request, device_bytes: int) -> list[Setting]:
-    """Return all combinations of reshard mode and checkpointing except the request's own."""
-    asked_for = (request.activation_checkpointing, request.reshard)
-    settings = []
-    for checkpointing, reshard in product(checkpointing_kinds(request), reshard_modes(request)):
-        if (checkpointing, reshard) != asked_for:
-            other = replace(request, reshard=reshard, activation_checkpointing=checkpointing)
-            other_peak_bytes = peak_bytes(phase_memory(*configuration(other)))
-            settings.append(Setting(reshard, checkpointing, other_peak_bytes, device_bytes - other_peak_bytes))
-    return settings
+    return 2 * decoder.max_seq_len * decoder.rope_width // 2 * _FP32_BYTES

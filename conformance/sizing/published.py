@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from tabulate import tabulate
 
+from conformance.sizing.activations import KEPT
+from conformance.sizing.huggingface import ARCHITECTURES
 from conformance.sizing.prediction import Request, peak_bytes, prediction
 from reference_trainer.checks import Config
 from reference_trainer.strict_yaml import convert, load
@@ -15,10 +17,33 @@ _FILE = Path(__file__).with_name("published.yaml")
 _GIB = 2**30
 _INTRODUCTION = """# Predicted and published memory
 
-Written by `python -m conformance docs --write` from conformance/sizing/published.yaml. Each row is a run that others
-have published, and the peak that `conformance predict` gives for the nearest request. A prediction counts active
-memory. A published figure that is *reserved* has the allocator's cache and fragments as well, and says little about a
-difference of a few per cent; one that is *active* can be compared. None of these runs was repeated here."""
+Written by `python -m conformance docs --write` from conformance/sizing.
+
+## Models
+
+`conformance predict --model` takes a name, a .yaml, or a config.json of Hugging Face whose architecture is one of
+{architectures}; each has as many parameters as the class of transformers. Any other is refused, as are quantized
+weights that were never trained otherwise. Encoders of images, and layers that predict further tokens, are named as left
+out. Experts are sharded by FSDP alone, stacked, along their first dimension; with tensor parallelism a model with
+experts or latent attention is refused.
+
+## Activations
+
+`--activation-checkpointing` is one of {checkpointing}. `selective` keeps the outputs of all matrix products and of
+attention, `selective-op` of every second product, as torchtitan's option of that name does.
+
+## Fixed costs of a CUDA device
+
+A table beside the prediction has a range for each: context, NCCL, workspaces of cuBLAS, and the temporaries of an
+optimizer that steps all parameters at once. They are reports of others, with their sources; none was verified on a GPU.
+`--device-memory` counts the upper ends. `--fixed-costs SIZE` puts your own figure in their place: what `nvidia-smi`
+shows of the process less `torch.cuda.max_memory_reserved()`.
+
+## Published runs
+
+Each row is a run that others have published, and the peak that is predicted for the nearest request. A prediction
+counts active memory. A published figure that is *reserved* has the allocator's cache and fragments as well, so that it
+should be the larger one; one that is *active* can be compared. None of these runs was repeated here."""
 
 
 class Published(Config, frozen=True, kw_only=True):
@@ -57,7 +82,11 @@ def published_markdown(runs: Sequence[Published]) -> str:
         "request",
     ]
     table = tabulate([_row(run) for run in runs], headers=headers, tablefmt="github", disable_numparse=True)
-    return f"{_INTRODUCTION}\n\n{table}\n"
+    introduction = _INTRODUCTION.format(
+        architectures=", ".join(f"`{name}`" for name in ARCHITECTURES),
+        checkpointing=", ".join(f"`{name}`" for name in KEPT),
+    )
+    return f"{introduction}\n\n{table}\n"
 
 
 def _row(run: Published) -> list[str]:

@@ -11,13 +11,12 @@ import msgspec
 from markupsafe import Markup
 from tabulate import tabulate
 
+from conformance.sizing.device import DeviceFit, Setting
 from conformance.sizing.prediction import (
     KINDS,
-    DeviceFit,
     PhaseMemory,
     Prediction,
     Request,
-    Setting,
     checkpointing_kinds,
     reshard_modes,
 )
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 _NOT_COUNTED = """\
-Not counted: CUDA context, buffers of NCCL, fragmentation of the allocator, workspaces of kernels, and temporaries of an
-optimizer that steps all parameters at once, as torch's does on a GPU (foreach). Buffers live as in torch up to 2.14,
-verified on the CPU; on a GPU all of this is unverified."""
+Not counted: fragmentation of the allocator, and workspaces of kernels other than matrix products. Buffers live as in
+torch up to 2.14, verified on the CPU; on a GPU all of this is unverified."""
 _COLOURS = {
     "sharded parameters": "#0072b2",
     "optimizer state": "#56b4e9",
@@ -56,12 +54,26 @@ def as_json(predicted: Prediction, fit: DeviceFit | None = None, simulated: "Sim
 
 def prediction_text(request: Request, predicted: Prediction, fit: DeviceFit | None = None) -> str:
     """Return a heading, memory by phase, the room on a device if it was asked for, and traffic."""
-    sections = [_heading(request, predicted), _memory(request, predicted), _NOT_COUNTED]
+    sections = [_heading(request, predicted), *_notes(predicted), _memory(request, predicted)]
+    sections += [_fixed_costs(predicted), _NOT_COUNTED]
     if fit:
         sections.append(_fit(request, fit))
     if predicted.modes:
         sections.append(_modes(predicted))
     return "\n\n".join([*sections, _traffic(predicted)])
+
+
+def _notes(predicted: Prediction) -> list[str]:
+    return ["\n".join(predicted.notes)] if predicted.notes else []
+
+
+def _fixed_costs(predicted: Prediction) -> str:
+    costs = predicted.fixed_costs
+    rows = [[cost.name, cost.least_bytes / _GIB, cost.most_bytes / _GIB, cost.phase, cost.source] for cost in costs]
+    return (
+        "Needed on a CUDA device beside the above, as others have reported (unverified; --fixed-costs SIZE for your "
+        "own), in GiB:\n" + tabulate(rows, headers=["", "least", "most", "phase", "source"], floatfmt=".2f")
+    )
 
 
 def label(phase: str) -> str:
@@ -72,9 +84,10 @@ def label(phase: str) -> str:
 def _fit(request: Request, fit: DeviceFit) -> str:
     """Return the verdict on the device: the room left, or the excess and the settings that would fit."""
     device = f"{fit.device_bytes / _GIB:.2f} GiB of device memory"
+    peak = f"{label(fit.phase)}, with up to {fit.fixed_bytes / _GIB:.2f} GiB of fixed costs"
     if fit.fits:
-        return f"Fits into {device}: {fit.left_bytes / _GIB:.2f} GiB left at the peak, in {label(fit.phase)}."
-    verdict = f"Does not fit into {device}: {-fit.left_bytes / _GIB:.2f} GiB too much in {label(fit.phase)}."
+        return f"Fits into {device}: {fit.left_bytes / _GIB:.2f} GiB left at the peak, in {peak}."
+    verdict = f"Does not fit into {device}: {-fit.left_bytes / _GIB:.2f} GiB too much in {peak}."
     fitting = [setting for setting in fit.tried if setting.left_bytes >= 0]
     return f"{verdict}\n{_fitting_settings(fitting) if fitting else _none_fits(request, fit.tried)}"
 
@@ -118,8 +131,10 @@ def simulation_text(predicted: Prediction, simulated: "Simulation") -> str:
 
 def _heading(request: Request, predicted: Prediction) -> str:
     name = " ".join([request.model, *(["with", *request.overrides] if request.overrides else [])])
+    active = f" ({predicted.active_parameters / 1e9:.2f} active)"
     return (
-        f"{name}, {predicted.parameters / 1e9:.2f} billion parameters: "
+        f"{name}, {predicted.parameters / 1e9:.2f} billion parameters"
+        f"{active if predicted.active_parameters < predicted.parameters else ''}: "
         f"{request.mesh} ({predicted.ranks} ranks), {request.precision},\nreshard {request.reshard}, activation "
         f"checkpointing {request.activation_checkpointing}, offload {request.offload}, "
         f"{request.batch} x {request.seq_len} tokens"

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from conformance.experiments.context import simulated_world
@@ -63,7 +64,8 @@ class Simulation(msgspec.Struct, frozen=True):
 
 def simulation(request: Request) -> Simulation:
     """Run two steps on fake tensors, and compare. Raises UsageError for what cannot be predicted or simulated."""
-    config, dims = configuration(request)
+    workload = configuration(request)
+    config, dims = replace(workload.config, model=workload.decoder.as_trainer()), workload.dims
     if config.offload != "none":
         raise UsageError(
             f"offload {config.offload} cannot be simulated: the simulated device is the CPU, whose memory is the "
@@ -80,7 +82,7 @@ def simulation(request: Request) -> Simulation:
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
 
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    state = _compared(step.state_bytes, state_bytes(config, dims, shapes) + buffer_bytes(config))
+    state = _compared(step.state_bytes, state_bytes(config, dims, shapes) + buffer_bytes(workload.decoder))
     simulated = usage_by_phase(step.segments)
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)), kernels=False)
     phases = {

@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
+from conformance.defects.catalogue import defects
 from conformance.judge.registry import asserted_laws
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.project import PROJECT
 from conformance.report.schema import Report
+from conformance.report.trainer import TrainerFacts
 
 DIRECTORY = PROJECT / "docs" / "subjects"
 """Directory of the results."""
@@ -29,8 +31,9 @@ class KeptSubject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reasons: dict[str, dict[str, str]]
     """Reason of each verdict that is not `pass`, by law and cell."""
     faults: dict[str, dict[str, list[str]]]
-    """Laws that see a fault, by cell and fault; empty if faults were not tried."""
+    """Laws that see a fault, by cell and fault, in the last session with these versions that tried faults."""
     duration_s: float
+    """Duration of that session, or of one without faults if none has tried any."""
 
 
 def keep(report: Report) -> Path:
@@ -45,9 +48,9 @@ def keep(report: Report) -> Path:
         laws.setdefault(case.law, {})[case.cell] = Verdict(case.verdict)
         if case.verdict != Verdict.PASS:
             reasons.setdefault(case.law, {})[case.cell] = case.reason
-    faults: dict[str, dict[str, list[str]]] = {}
-    for seen in report.trainer.faults:
-        faults.setdefault(seen.cell, {})[seen.fault] = seen.laws
+    DIRECTORY.mkdir(exist_ok=True)
+    file = DIRECTORY / f"{report.trainer.name.rpartition(':')[2]}.json"
+    faults, duration_s = _faults(report, report.trainer, file)
     kept = KeptSubject(
         subject=report.trainer.given,
         versions=report.trainer.versions,
@@ -55,18 +58,37 @@ def keep(report: Report) -> Path:
         laws=laws,
         reasons=reasons,
         faults=faults,
-        duration_s=report.duration_s,
+        duration_s=duration_s,
     )
-    DIRECTORY.mkdir(exist_ok=True)
-    file = DIRECTORY / f"{report.trainer.name.rpartition(':')[2]}.json"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     return file
+
+
+def _faults(report: Report, trainer: TrainerFacts, file: Path) -> tuple[dict[str, dict[str, list[str]]], float]:
+    """Return the laws that see each fault, and the duration of the session that has tried them.
+
+    Of a session without faults those that a file has kept for the same versions, by present ids.
+    """
+    faults: dict[str, dict[str, list[str]]] = {}
+    for seen in trainer.faults:
+        faults.setdefault(seen.cell, {})[seen.fault] = seen.laws
+    if faults or not file.exists() or (former := _read(file)).versions != trainer.versions:
+        return faults, report.duration_s
+    ids = {defect.id for defect in defects()}
+    faults = {
+        cell: {fault: laws for fault, laws in told.items() if fault in ids} for cell, told in former.faults.items()
+    }
+    return faults, former.duration_s
+
+
+def _read(file: Path) -> KeptSubject:
+    return msgspec.json.decode(file.read_bytes(), type=KeptSubject)
 
 
 def read_kept() -> dict[str, KeptSubject]:
     """Return the kept verdicts by the short names of subjects."""
     files = sorted(DIRECTORY.glob("*.json"), key=lambda file: file.stem)
-    return {file.stem: msgspec.json.decode(file.read_bytes(), type=KeptSubject) for file in files}
+    return {file.stem: _read(file) for file in files}
 
 
 def table(kept: Mapping[str, KeptSubject]) -> str:

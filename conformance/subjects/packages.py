@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import packages_distributions, version
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,12 @@ def versions_of(functions: Iterable[Callable[..., Any]], *, packages: Iterable[s
 
 
 def _modules(function: Callable[..., Any]) -> Iterable[str]:
-    """Yield the names of the module of a function or class, and of those of all globals that a function names."""
+    """Yield the names of the module of a function or class, and of those of all globals that a function names.
+
+    Of a `partial` they are those of its function.
+    """
+    if isinstance(function, partial):
+        function = function.func
     yield _module_of(function)
     if inspect.isfunction(function):
         yield from map(_module_of, inspect.getclosurevars(function).globals.values())

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from conformance.experiments.fsdp_net import DataParallel, Net, fsdp_modules
@@ -50,8 +51,8 @@ def _training(
 
     def call(world: OddWorld) -> dict[str, str]:
         mesh = _replicas(world) if has_replicas else world.mesh
-        data = DataParallel(mesh, torch.device("cpu"), world.rank, policy(world.is_odd))
-        net = Net()
+        data = DataParallel(mesh, torch.device("cpu"), world.data_rank, policy(world.is_odd))
+        net = _net(world)
         build(net, world.is_odd)
         data.shard(net, **options(world.is_odd))
         change(net, world.is_odd)
@@ -62,6 +63,22 @@ def _training(
         return _spelled(data.wrong(net, data.expected(micro_batches=PASSES)))
 
     return call
+
+
+def in_parallel(module: nn.Module, world: OddWorld, first: str, second: str) -> None:
+    """Share the work of two linear layers among the tensor-parallel ranks, if there are any."""
+    if world.tp > 1:
+        plan = {first: ColwiseParallel(), second: RowwiseParallel(use_local_output=False)}
+        parallelize_module(module, world.grid["tp"], plan)
+
+
+def _net(world: OddWorld) -> Net:
+    """Return a new net; with tensor parallelism all parameters that forward uses are on one mesh, as clipping needs."""
+    net = Net()
+    in_parallel(net, world, "first", "second")
+    if world.tp > 1:
+        net.shift = nn.Parameter(DTensor.from_local(net.shift.detach(), world.grid["tp"], [Replicate()]))
+    return net
 
 
 def _spelled(wrong: Mapping[str, int]) -> dict[str, str]:
@@ -238,8 +255,8 @@ def _clipping(clip: _Clip, *, build: Change = lambda _net, _odd: None, limit: fl
     """Return a call that clips the gradients of a sharded net, by a 2-norm of 1 unless `limit` is another."""
 
     def call(world: OddWorld) -> dict[str, str]:
-        data = DataParallel(world.mesh, torch.device("cpu"), world.rank, _FULL_PRECISION)
-        net = data.backward(data.net())
+        data = DataParallel(world.mesh, torch.device("cpu"), world.data_rank, _FULL_PRECISION)
+        net = data.backward(data.shard(_net(world)))
         expected = {name: grad for name, grad in data.expected().items() if grad is not None}
         build(net, world.is_odd)
         clip(net, world.is_odd)

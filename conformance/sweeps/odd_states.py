@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from conformance.instruments.sharding import full
 from conformance.sweeps.layouts import difference
+from conformance.sweeps.odd_modules import in_parallel
 from conformance.sweeps.rank_trials import OddCall, OddWorld
 
 Keywords = dict[str, Any]
@@ -39,6 +40,7 @@ class Trained:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         for number, parameter in enumerate(self.model.parameters()):
             parameter.data.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7 - number)
+        in_parallel(self.model, world, "0", "1")
         fully_shard(self.model, mesh=world.mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5)
         self.model(torch.ones(1, 4)).sum().backward()

@@ -44,7 +44,7 @@ def _distributed(
 def _shard(world: OddWorld, placement: Placement = _ROWS) -> Tensor:
     """Return this rank's rows or columns, or a copy, as a plain tensor."""
     dim = getattr(placement, "dim", None)
-    return _FULL.clone() if dim is None else _FULL.tensor_split(world.size, dim)[world.rank].contiguous()
+    return _FULL.clone() if dim is None else _FULL.tensor_split(world.mesh.size(), dim)[world.data_rank].contiguous()
 
 
 def _local(world: OddWorld, placement: Placement = _ROWS) -> DTensor:
@@ -83,7 +83,7 @@ def _linear() -> nn.Linear:
 def _parallelized(world: OddWorld, odd: bool) -> Tensor:
     plan = RowwiseParallel() if odd else ColwiseParallel(output_layouts=_COPIES)
     linear = parallelize_module(_linear(), world.mesh, plan)
-    out: Tensor = linear(torch.eye(4).tensor_split(world.size, 1)[world.rank] if odd else torch.eye(4))
+    out: Tensor = linear(torch.eye(4).tensor_split(world.mesh.size(), 1)[world.data_rank] if odd else torch.eye(4))
     return out
 
 
@@ -151,7 +151,7 @@ DTENSOR_CALLS: Mapping[str, OddCall] = {
         lambda world, odd: _local(world).redistribute(placements=[_COLUMNS if odd else _COPIES])
     ),
     "redistribute: pending sum": _judged(
-        lambda world, odd: DTensor.from_local(_FULL / world.size, world.mesh, [Partial()]).redistribute(
+        lambda world, odd: DTensor.from_local(_FULL / world.mesh.size(), world.mesh, [Partial()]).redistribute(
             placements=[_ROWS if odd else _COPIES]
         )
     ),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -55,6 +56,8 @@ class Outcome(StrEnum):
     ALONE = "raises on some ranks"
     """Other ranks wait, or go on."""
     WAITS = "waits"
+    DIVIDED = "a group goes on"
+    """Ranks of one group wait, raise or die, while at least two others come to an end, right or wrong."""
     WRONG = "silent and wrong"
 
     @property
@@ -74,9 +77,12 @@ def outcome_of(ends: Sequence[End]) -> Outcome:
     'raises on some ranks'
     """
     kinds = set(ends)
+    ended = sum(end in (End.RIGHT, End.WRONG) for end in ends)
     for only, outcome in ((End.RIGHT, Outcome.RIGHT), (End.RAISED, Outcome.LOUD)):
         if kinds == {only}:
             return outcome
+    if 1 < ended < len(ends):
+        return Outcome.DIVIDED
     for any_of, outcome in ((End.DIED, Outcome.DIES), (End.RAISED, Outcome.ALONE), (End.WAITED, Outcome.WAITS)):
         if any_of in kinds:
             return outcome
@@ -100,6 +106,8 @@ class OddWorld:
     """Directory of the call, which all ranks share."""
     limit_s: float
     """Time limit of collectives."""
+    tp: int = 1
+    """Number of neighbouring ranks that share the work of tensor parallelism."""
 
     @property
     def is_odd(self) -> bool:
@@ -111,10 +119,25 @@ class OddWorld:
         group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.limit_s))
         return group
 
+    @property
+    def data_rank(self) -> int:
+        """Coordinate of the rank in `mesh`."""
+        return self.rank // self.tp
+
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Mesh of all ranks in one dimension, over the default process group."""
+        """Mesh of the ranks with this coordinate in tensor parallelism; without it, of all, over the default group."""
+        if self.tp > 1:
+            return self.grid["ranks"]
         return init_device_mesh("cpu", (self.size,), mesh_dim_names=("ranks",))
+
+    @cached_property
+    def grid(self) -> DeviceMesh:
+        """Mesh of all ranks, in rows of `tp`."""
+        ranks = torch.arange(self.size).view(-1, self.tp)
+        columns, rows = ([self.group(each) for each in lines.tolist()] for lines in (ranks.T, ranks))
+        own = [columns[self.rank % self.tp], rows[self.data_rank]]
+        return DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=("ranks", "tp"))
 
 
 OddCall = Callable[[OddWorld], Mapping[str, str]]

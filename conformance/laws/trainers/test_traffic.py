@@ -147,19 +147,22 @@ def test_nothing_is_sent_that_ranks_have(evidence: Evidence) -> None:
 
     Leaving such a collective out needs neither more memory nor more work, whatever the model. A tensor that is
     gathered again after its result was freed is a choice, as in backward, and so is a weight that is gathered whole:
-    for few weights and many tokens that sends less. Only what all ranks could leave out counts. Statistics, of fewer
-    than two dimensions, may be read in any way.
+    for few weights and many tokens that sends less. Only what all ranks could leave out counts: once, however many
+    groups issue it. Statistics, of fewer than two dimensions, may be read in any way.
     """
     ranks = evidence.record.ranks
     if any(facts.is_compiled for facts in ranks):
         raise Unsupported("compiled graphs read the results of collectives unseen")
-    by_waste: dict[str, list[str]] = {waste: [] for waste in get_args(Waste)}
+    by_place: dict[tuple[Waste, int, str], list[str]] = {}
     seen = Counter(place for facts in ranks for place in _needless(facts))
     for (group, number, waste), times in sorted(seen.items()):
         sharing = members(group, evidence.record.world_size)
         if times == len(sharing) and len({ranks[rank].data_rank for rank in sharing}) == 1:
             issued = [each for each in ranks[sharing[0]].collectives if each.group == group]
-            by_waste[waste].append(f"{_spelled(issued[number])} over {group}")
+            by_place.setdefault((waste, number, _spelled(issued[number])), []).append(group)
+    by_waste: dict[str, list[str]] = {waste: [] for waste in get_args(Waste)}
+    for (waste, _, spelled), groups in sorted(by_place.items()):
+        by_waste[waste].append(f"{spelled} over {' and '.join(groups)}")
     counts = {waste: len(found) for waste, found in by_waste.items()}
     details = {waste: "; ".join(found[:3]) for waste, found in by_waste.items()}
     compare.none(counts, details=details, unit="collectives")

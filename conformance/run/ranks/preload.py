@@ -11,12 +11,14 @@ from conformance.project import PACKAGE, module_of
 
 # Measured with a small FSDP2+TP training step over gloo: with this list the first step imports three more small
 # modules. `torch._dynamo` is imported by the first DTensor module in any case (about 0.5 s to 1.4 s, in every rank);
-# this list only names it, and with a torch release without it ranks merely start more slowly.
+# this list only names it, and with a torch release without it ranks merely start more slowly. A checkpoint
+# that is saved or loaded imports fsspec.
 PRELOADED_MODULES = (
     "numpy.random",
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

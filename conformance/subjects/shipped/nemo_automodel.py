@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +15,6 @@ from conformance.subjects import LoopConfig, language_model, own_loop, use_shims
 
 use_shims("cuda-as-processor")
 
-from nemo_automodel.components.models.common import BackendConfig  # noqa: E402
 from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM  # noqa: E402
 from nemo_automodel.components.moe.parallelizer import apply_ep, apply_fsdp  # noqa: E402
 from nemo_automodel.components.training import utils  # noqa: E402
@@ -24,12 +22,9 @@ from transformers import Qwen3MoeConfig  # noqa: E402
 
 VOCABULARY = 64
 _OBJECTIVE = language_model(VOCABULARY)
-_WITHOUT_KERNELS = BackendConfig(
-    attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts="torch", dispatcher="torch"
-)
 
 
-def qwen3_moe() -> nn.Module:
+def qwen3_moe() -> Any:
     """Return two layers of four experts each, initialised."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -43,9 +38,9 @@ def qwen3_moe() -> nn.Module:
         num_experts_per_tok=2,
         router_aux_loss_coef=0.0,
     )
-    model: Any = Qwen3MoeForCausalLM(config, backend=_WITHOUT_KERNELS)
+    model = Qwen3MoeForCausalLM(config)
     model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.float32)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @own_loop(model=qwen3_moe, **_OBJECTIVE, meshes=["dp2", "hsdp2x2"])
@@ -62,14 +57,13 @@ def nemo_automodel(config: LoopConfig) -> Iterator[None]:
 def nemo_automodel_experts(config: LoopConfig) -> Iterator[None]:
     """Train with expert parallelism over the ranks that see different data."""
     model = config.model()
-    ranks = dist.get_world_size()
-    experts = init_device_mesh(config.device.type, (1, ranks), mesh_dim_names=("ep_shard", "ep"))
+    experts = init_device_mesh(config.device.type, (1, dist.get_world_size()), mesh_dim_names=("ep_shard", "ep"))
     apply_ep(model, experts["ep"])
     apply_fsdp(model, config.device_mesh(), ep_enabled=True, ep_shard_enabled=False, mp_policy=config.mixed_precision)
-    return train(config, model, moe_mesh=experts, ep_axis_name="ep", dp_group_size=ranks)
+    return train(config, model, moe_mesh=experts, ep_axis_name="ep", dp_group_size=experts.size())
 
 
-def train(config: LoopConfig, model: nn.Module, **expert_options: Any) -> Iterator[None]:
+def train(config: LoopConfig, model: Any, **expert_options: Any) -> Iterator[None]:
     """Divide by the labels of all ranks, and synchronise gradients in the last micro-batch."""
     optimizer = config.optimizer(model.parameters())
     for batches in config.steps:
@@ -80,9 +74,7 @@ def train(config: LoopConfig, model: nn.Module, **expert_options: Any) -> Iterat
             if index == len(batches) - 1:
                 utils.prepare_for_final_backward([model])
             torch.autograd.backward(_OBJECTIVE["loss"](model, batch) * dist.get_world_size() / labels)
-        utils.scale_grads_and_clip_grad_norm(
-            config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True, **expert_options
-        )
+        utils.scale_grads_and_clip_grad_norm(config.max_norm, [model], **expert_options)
         optimizer.step()
         optimizer.zero_grad()
         yield

@@ -3,9 +3,8 @@
 The variable PYTORCH_EXAMPLES names the checkout of https://github.com/pytorch/examples, which no package installs.
 """
 
-import os
-from pathlib import Path
-from types import ModuleType
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from torch import nn
@@ -14,42 +13,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.optim import Adam, AdamW
 
-from conformance.importing import load_file
 from conformance.subjects import ParallelConfig, language_model, subject
-from conformance.subjects.protocol import SubjectMistake
+from conformance.subjects.shipped.checkouts import module_in_checkout
 
-VARIABLE = "PYTORCH_EXAMPLES"
 VOCABULARY, LENGTH = 32, 8
-
-
-def example(path: str) -> ModuleType:
-    """Return the module of a file of the checkout; raises SubjectMistake if there is none."""
-    checkout = os.environ.get(VARIABLE)
-    if checkout is None:
-        raise SubjectMistake(f"set {VARIABLE} to your checkout of https://github.com/pytorch/examples")
-    file = Path(checkout) / "distributed" / path
-    if not file.is_file():
-        raise SubjectMistake(f"{VARIABLE}={checkout} has no file distributed/{path}")
-    return load_file(file)
+example = partial(module_in_checkout, "PYTORCH_EXAMPLES", repository="https://github.com/pytorch/examples")
 
 
 def transformer() -> nn.Module:
     """Return the model of FSDP2/example.py, without dropout."""
-    module = example("FSDP2/model.py")
-    model: nn.Module = module.Transformer(module.ModelArgs(vocab_size=VOCABULARY, dropout_p=0))
-    return model
-
-
-def reset(model: Any) -> None:
-    """Initialise the model as FSDP2/example.py does it."""
-    model.reset_parameters()
+    module = example("distributed/FSDP2/model.py")
+    return module.Transformer(module.ModelArgs(vocab_size=VOCABULARY, dropout_p=0))  # type: ignore[no-any-return]
 
 
 @subject(
     model=transformer,
     **language_model(VOCABULARY, length=LENGTH),
-    initialize=reset,
-    optimizer=lambda parameters: Adam(parameters, lr=1e-2),
+    initialize=methodcaller("reset_parameters"),
+    optimizer=partial(Adam, lr=1e-2),
     precisions=["fp32", "bf16"],
 )
 def pytorch_examples_fsdp2(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -60,10 +41,9 @@ def pytorch_examples_fsdp2(model: Any, mesh: DeviceMesh, config: ParallelConfig)
 
 def llama() -> nn.Module:
     """Return a small model of tensor_parallelism/fsdp_tp_example.py."""
-    module = example("tensor_parallelism/llama2_model.py")
+    module = example("distributed/tensor_parallelism/llama2_model.py")
     sizes = module.ModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=VOCABULARY, multiple_of=16, max_seq_len=LENGTH)
-    model: nn.Module = module.Transformer(sizes)
-    return model
+    return module.Transformer(sizes)  # type: ignore[no-any-return]
 
 
 _ROWS = parallel.RowwiseParallel(output_layouts=Shard(1))
@@ -88,7 +68,7 @@ _LAYER: dict[str, parallel.ParallelStyle] = {
 @subject(
     model=llama,
     **language_model(VOCABULARY, length=LENGTH),
-    optimizer=lambda parameters: AdamW(parameters, lr=3e-3, foreach=True),
+    optimizer=partial(AdamW, lr=3e-3, foreach=True),
     meshes=["dp2-tp2"],
 )
 def pytorch_examples_tp(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:

@@ -3,10 +3,10 @@
 Tried with timm 1.0.31. https://huggingface.co/docs/timm
 """
 
+from functools import partial
 from typing import Any
 
 from timm.models import VisionTransformer
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
@@ -16,19 +16,13 @@ from conformance.subjects import ParallelConfig, classification, subject
 CLASSES, SIZE = 5, 16
 
 
-def vision_transformer() -> nn.Module:
-    """Return two blocks of three heads, for images of four patches."""
-    model: nn.Module = VisionTransformer(
-        img_size=SIZE, patch_size=SIZE // 2, num_classes=CLASSES, embed_dim=24, depth=2, num_heads=3
-    )
-    return model
-
-
 @subject(
-    model=vision_transformer,
+    model=partial(
+        VisionTransformer, img_size=SIZE, patch_size=SIZE // 2, num_classes=CLASSES, embed_dim=24, depth=2, num_heads=3
+    ),
     **classification((3, SIZE, SIZE), CLASSES),
     initialize=VisionTransformer.init_weights,
-    optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
+    optimizer=partial(AdamW, lr=1e-3),
     meshes=["dp2", "hsdp2x2"],
 )
 def timm(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:

@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from conformance.instruments.fsdp_state import require_settings
+from conformance.instruments.fsdp_state import managed_parameters, require_settings
+from tests.support.one_rank import world_of_one_rank
 
 
 def test_missing_settings_are_named_together() -> None:
@@ -16,3 +20,13 @@ def test_missing_settings_are_named_together() -> None:
     )
     with pytest.raises(RuntimeError, match=missing):
         require_settings(state, group)
+
+
+def test_parameters_that_were_loaded_in_the_place_of_shards_are_managed() -> None:
+    """As transformers does it: a model is sharded on the meta device, and gets its weights afterwards."""
+    with world_of_one_rank():
+        model = nn.Linear(2, 3)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        for name, parameter in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(parameter.detach().clone()))
+        assert managed_parameters(model) >= {id(parameter) for parameter in model.parameters()}

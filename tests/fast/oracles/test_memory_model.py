@@ -97,6 +97,18 @@ def test_offloaded_gradients_and_the_optimizer_are_not_on_the_device() -> None:
     assert device["optimizer"].peak_bytes == 0
 
 
+def test_the_last_rank_has_less_of_the_optimizer() -> None:
+    """Three ranks do not divide the rows: all hold gradients of one size, and moments of their own elements."""
+    config, dims, shapes = sizes_of(Cell(mesh="dp3", model="large", optimizer="adamw-foreach"))
+    first, last = (predict(config, dims, shapes, empty_profile(), shard_rank=rank) for rank in (0, 2))
+    assert first["clip"] == last["clip"]
+    less = {name: (3 * -(-rows // 3) - rows) * torch.Size(rest).numel() for name, (rows, *rest) in shapes.items()}
+    matrices = sum(numel for name, numel in less.items() if len(shapes[name]) > 1)
+    assert first["optimizer"].peak_bytes - last["optimizer"].peak_bytes == 4 * matrices > 0
+    held = [resident_bytes(config, dims, shapes, shard_rank=rank) for rank in (0, 2)]
+    assert held[0] - held[1] == 2 * 4 * sum(less.values())
+
+
 def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[MemorySegment]:
     """Return a profile with gradients: bytes by group, in the parameters' dtype (`narrow`) and in a wider one."""
     profile = []

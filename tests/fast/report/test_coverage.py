@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage, Tally
-from conformance.plan.matrix import Matrix
+from conformance.plan.matrix import TRAINERS, Matrix
 from conformance.report.coverage import axis_rows, coverage_line, law_rows, session_coverage, total_rows
 from conformance.report.diff import as_markdown, as_text, diff
 from conformance.report.html import html_report
@@ -51,6 +51,11 @@ def test_verdicts_that_judge(matrix: Matrix, verdict: Verdict) -> None:
     counts = verdict in ("pass", "quality-warning", "waived", "fail", "unexpected-pass")
     found = judged(matrix, case(ON_NUMBERS, verdict, loss=deviation(1e-6)))
     assert found == ((1, {"NUM-1": 1}) if counts else (0, {}))
+
+
+def test_a_session_about_another_trainer_counts_no_combinations(matrix: Matrix) -> None:
+    found = session_coverage(matrix, TRAINERS, [case("loss/other/dp2-fp32-default-full")])
+    assert (found.pairs.values, found.triples.features, found.laws) == (Tally(0, 0), Tally(0, 0), {})
 
 
 def test_cases_that_do_not_count(matrix: Matrix) -> None:

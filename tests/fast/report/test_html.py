@@ -98,7 +98,7 @@ def test_causes_after_the_tenth_are_folded() -> None:
     cases = [case(f"PAR-{number}/dp2", "fail", loss=deviation(1e-3)) for number in range(1, 13)]
     text = html_report(report(*cases, verdicts={"fail": 12}, exit_code=1))
     assert "<summary>2 more causes</summary>" in text
-    assert text.count('<article class="group fail">') == 12
+    assert text.count('<article class="group fail"') == 12
 
 
 def test_a_metric_shows_where_it_was_worst_and_the_derivation_of_its_bound() -> None:
@@ -282,7 +282,7 @@ def test_bytes_with_two_bounds_are_plotted_and_those_outside_come_first() -> Non
     assert shown == [("MEM-1/b", ["peak"]), ("MEM-1/a", ["peak of forward"])]
     assert bytes_text(plots[0].metrics["peak"]) == "5.000 MiB, lower bound +4,194,304 B, upper bound +1,048,576 B"
     (plot,) = traffic_plots(cases)
-    assert bytes_text(plot.metrics["traffic"]) == "0.000 MiB, the model's"
+    assert bytes_text(plot.metrics["traffic"]) == "0.000 MiB, as modelled"
 
 
 def test_losses_are_plotted_with_the_deviations_that_laws_have_bounded() -> None:

@@ -59,6 +59,12 @@ def test_a_session_that_ended_early_tells_its_failure_and_counts_the_rest_in_one
     assert "not-run" not in next(line for line in text.splitlines() if line.startswith("law "))
 
 
+def test_an_incomplete_session_without_a_failure_says_so_once_and_has_no_empty_table() -> None:
+    text = terminal(report(case("MP-1/a", "not-run"), executed=0, exit_code=5))
+    assert text.startswith("INCOMPLETE (0 of 1 case run): torch 2.13.0")
+    assert "seconds" not in text
+
+
 def test_failures_come_before_the_table_and_cases_that_were_not_judged_after_it() -> None:
     text = terminal(session())
     failed, table, unjudged = (text.index(word) for word in ("What failed: 5 cases of 2 laws\n", "law  ", "waived, 2"))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from conformance.__main__ import main
 from conformance.report.schema import Report
 from conformance.site.content import CODES, content_of
-from conformance.site.pages import gravest, site_files, trend
+from conformance.site.pages import brief, gravest, site_files, table_rows, trend, with_links
 from reference_trainer.checks import UsageError
 from tests.fast.report.test_html import Outline
 from tests.support.sample_reports import case, deviation, report
@@ -54,7 +54,7 @@ def test_columns_laws_and_findings() -> None:
     assert by_law["PAR-2"].seconds == [None, 1.0]
     assert [(row.name, row.is_waived, [len(cases) for cases in row.cases]) for row in content.findings] == [
         ("loss is <off>", False, [0, 1]),
-        ("https://github.com/pytorch/pytorch/issues/1", True, [1, 1]),
+        ("https://github.com/pytorch/pytorch/issues/1: local", True, [1, 1]),
     ]
     assert content.data.verdicts == ["wp ", "wfp"]
     assert len(set(CODES.values())) == len(CODES)
@@ -112,8 +112,11 @@ def test_reports_of_different_suites_are_compared_with_a_caution() -> None:
 def test_the_gravest_verdict_and_trends() -> None:
     assert gravest({"pass": 9, "waived": 1, "unsupported": 3}) == "waived"
     assert gravest({}) == ""
-    assert trend([1.0, None]) == ""
-    assert "1 none 2" in trend([1.0, None, 2.0])
+    assert trend([1.0, None], ["cpu", "cpu"]) == ""
+    assert "<title>cpu 1 2</title>" in trend([1.0, None, 2.0], ["cpu"] * 3)
+    both = trend([1.0, 8.0, 2.0, 8.0], ["cpu", "sim", "cpu", "sim"])
+    assert "<title>cpu 1 2; sim 8 8</title>" in both
+    assert (both.count("<polyline"), both.count("dasharray")) == (2, 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,3 +130,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["site", str(tmp_path / "0" / "report.json"), str(tmp_path / "0")]) == 4
     with pytest.raises(UsageError, match="no report is about the reference trainer"):
         content_of([])
+
+
+def test_a_table_of_markdown_becomes_rows_with_links() -> None:
+    assert table_rows("text\n\n| a | b |\n|---|---|\n| [x](https://y) | <z> |\n") == [
+        ["a", "b"],
+        ["[x](https://y)", "<z>"],
+    ]
+    assert table_rows("") == []
+    assert with_links("a [x](https://y) <z>") == 'a <a href="https://y" rel="noreferrer">x</a> &lt;z&gt;'
+
+
+def test_a_law_is_told_by_its_gravest_verdict() -> None:
+    assert brief({"pass": 37, "fail": 3}) == "3 fail of 40"
+    assert brief({"pass": 37, "unsupported": 3}) == "37 pass"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from conformance.run.store import RecordStore
 from conformance.subjects import keeping
 from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.measuring import uninitialised_is_nan
+from conformance.subjects.packages import versions_of
 from conformance.subjects.running import SubjectRuns
 from tests.support.no_pools import NoPools
 from tests.support.sample_reports import case, report
@@ -153,6 +155,15 @@ def test_verdicts_are_kept_and_shown(kept: dict[str, keeping.KeptSubject]) -> No
     assert "- other fails loss on hsdp2x2-fp32-default-full: rank 1 raised" in lines
 
 
+def test_a_session_without_faults_leaves_those_that_are_kept(kept: dict[str, keeping.KeptSubject]) -> None:
+    untried = msgspec.structs.replace(TRAINER, faults=[])
+    others = msgspec.structs.replace(untried, versions={"other": "2.0"})
+    keeping.keep(report(case("loss/other/dp2-fp32-default-full"), trainer=untried))
+    assert keeping.read_kept()["other"].faults == kept["other"].faults
+    keeping.keep(report(case("loss/other/dp2-fp32-default-full"), trainer=others))
+    assert keeping.read_kept()["other"].faults == {}
+
+
 def test_the_headline_tells_the_ingredients_of_the_suite() -> None:
     policy = RunPolicy(cell="a", matmul_dtypes=[], gradient_dtypes=[], reductions=[], reference_dtype="fp64")
 
@@ -170,3 +181,7 @@ def test_the_headline_tells_the_ingredients_of_the_suite() -> None:
 def test_a_blind_trainer_is_told() -> None:
     assert TRAINER.blind_to == ["stale-shard on dp2-fp32-default-full"]
     assert list(trainer_lines(TRAINER))[-1].endswith("these verdicts do not count")
+
+
+def test_packages_are_those_of_the_function_of_a_partial() -> None:
+    assert [*versions_of([partial(msgspec.json.decode, strict=False)])] == ["torch", "msgspec"]

@@ -18,6 +18,10 @@ from conformance.sweeps.rank_trials import End, Outcome, RankEnd, outcome_of
         ((End.RAISED, End.WAITED), Outcome.ALONE),
         ((End.WAITED, End.WRONG), Outcome.WAITS),
         ((End.RIGHT, End.WRONG), Outcome.WRONG),
+        ((End.RIGHT, End.WAITED, End.RIGHT, End.WAITED), Outcome.DIVIDED),
+        ((End.WRONG, End.RAISED, End.RIGHT, End.DIED), Outcome.DIVIDED),
+        ((End.RIGHT, End.WAITED, End.WAITED, End.WAITED), Outcome.WAITS),
+        ((End.RIGHT, End.RIGHT, End.RIGHT, End.WRONG), Outcome.WRONG),
     ],
 )
 def test_outcomes(ends: tuple[End, ...], outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""Language model of bytes in patches: bytes are read, patches think, and bytes are written, each by what came before.
+"""Language model of bytes in patches: bytes are read, patches think, and bytes are written, by earlier ones alone.
 
     conformance judge byte_patches.py:train
 

@@ -35,7 +35,7 @@ class Backbone(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Return features (images, places, DIM)."""
         x = self.second(F.relu(self.norm(self.first(image))))
-        return cast("Tensor", F.relu(x).flatten(2).transpose(1, 2))
+        return F.relu(x).flatten(2).transpose(1, 2)
 
 
 class DecoderLayer(nn.Module):
@@ -107,7 +107,7 @@ def set_loss(model: nn.Module, batch: Images) -> Tensor:
     target = torch.full((len(best), QUERIES), CLASSES).scatter(1, best, classes)
     weight = torch.ones(CLASSES + 1)
     weight[CLASSES] = 0.1
-    return F.cross_entropy(logits.transpose(1, 2), target, weight=weight, reduction="sum") + 2 * boxes
+    return cast("Tensor", F.cross_entropy(logits.transpose(1, 2), target, weight=weight, reduction="sum") + 2 * boxes)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

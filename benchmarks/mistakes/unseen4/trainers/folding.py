@@ -124,7 +124,7 @@ def distance_loss(model: nn.Module, batch: Chains) -> Tensor:
     precisions=["fp32", "bf16"],
 )
 def parallelize(model: Folding, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    """Shard the modules of triangles, the rest of each block, and what is outside."""
+    """Shard the modules of triangles, the rest of each block, and the layers outside."""
     for block in model.blocks:
         for triangles in (cast("Block", block).outgoing, cast("Block", block).incoming):
             fully_shard(triangles, mesh=mesh, **config.policies)

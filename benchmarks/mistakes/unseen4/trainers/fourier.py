@@ -36,7 +36,7 @@ class SpectralConvolution(nn.Module):
         for rows, weight in ((slice(None, MODES), self.positive), (slice(-MODES, None), self.negative)):
             factor = torch.complex(weight[..., 0], weight[..., 1])
             changed[:, :, rows, :MODES] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, rows, :MODES], factor)
-        return torch.fft.irfft2(changed, s=x.shape[-2:], norm="ortho")
+        return cast("Tensor", torch.fft.irfft2(changed, s=x.shape[-2:], norm="ortho"))
 
 
 class Layer(nn.Module):
@@ -73,7 +73,7 @@ class Operator(nn.Module):
 
 
 def fields(generator: torch.Generator) -> Fields:
-    """Return fields, and what became of them."""
+    """Return fields, before and after some time."""
     before = torch.randn(4, 1, GRID, GRID, generator=generator)
     return before, torch.cat([before.roll(1, 2), before.cumsum(3) / GRID], 1) + 0.1
 

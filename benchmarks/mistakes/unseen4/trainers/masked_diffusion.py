@@ -80,7 +80,7 @@ def bound(model: nn.Module, batch: Texts) -> Tensor:
     """Return the cross entropy of masked tokens over the rate of their text, summed."""
     logits = model(batch["tokens"].masked_fill(batch["is_masked"], MASK), batch["rate"])
     entropy = F.cross_entropy(logits.float().transpose(1, 2), batch["tokens"], reduction="none")
-    return cast("Tensor", (entropy * batch["is_masked"] / batch["rate"][:, None]).sum())
+    return (entropy * batch["is_masked"] / batch["rate"][:, None]).sum()
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -140,7 +140,7 @@ class Trainer:
         total = torch.stack(norms).norm()
         for each in by_mesh.values():
             clip_grads_with_norm_(each, self.max_norm, total, foreach=False)
-        return total
+        return cast("Tensor", total)
 
     def step(self, micro_batches: Sequence[Texts]) -> tuple[Tensor, Tensor]:
         """Train a step; returns loss and norm."""

@@ -123,7 +123,7 @@ def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(batch["tokens"], batch["document"], batch["places"]).float()
     entropy = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     is_counted = batch["labels"] != -100
-    return entropy + 1e-3 * (logits.logsumexp(-1).square() * is_counted).sum()
+    return cast("Tensor", entropy + 1e-3 * (logits.logsumexp(-1).square() * is_counted).sum())
 
 
 def divide(model: Model, mesh: DeviceMesh) -> None:

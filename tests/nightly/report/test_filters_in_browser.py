@@ -1,14 +1,12 @@
-"""HTML report in a headless browser, where one is installed: visible texts at 1400 and at 400 pixels."""
+"""Filter, links and sections of the HTML report in headless browsers, at 1400 and at 400 pixels."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from conformance.report.html import html_report
-from tests.support.browser import BROWSER, DRIVER, Browser, BrowserUnavailableError, browser
+from tests.support.browser import Browser
 from tests.support.sample_reports import FACTS, bytes_of, case, deviation, report
 
 DP, TP, BF16 = "dp2-fp32-default-meta", "dp2-tp2-fp32-default-meta", "dp2-tp2-bf16mp-default-meta-clip0.1"
@@ -30,20 +28,6 @@ REPORT = report(
 )
 PAR_GRID = "details.grid:nth-of-type(2)"
 
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="no Chromium or Chrome with its chromedriver is installed"
-)
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
-    with ExitStack() as stack:
-        try:
-            session = stack.enter_context(browser())
-        except BrowserUnavailableError as error:
-            pytest.skip(f"no browser starts here: {error}")
-        yield session
-
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,7 +43,7 @@ def test_what_failed_laws_grid_and_plots_are_seen(window: Browser, html: Path, w
     assert window.visible("h2")[0] == "What failed"
     assert window.visible(".group .reason a") == ["pytorch#166638"]
     assert window.visible(".group code")[-1] == "pytest -n0 PAR-2"
-    assert window.run("return document.documentElement.scrollWidth") == width, "nothing is wider than the window"
+    assert window.run("return document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
     window.scroll_to("#PAR-1")
     assert window.visible("#PAR-1 .room")[0].startswith("20 % of the bound: loss at layers.0")
     window.scroll_to("#memory")
