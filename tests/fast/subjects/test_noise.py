@@ -47,6 +47,16 @@ def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], ru
         assert torch.allclose(run.gradients[0]["up.weight"].double(), exact.gradients[0]["up.weight"], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_more_accurate_run_stays_as_it_was(dtype: torch.dtype) -> None:
+    """It is in fp32 for a model that cannot compute in fp64: a step that is tried must not change its weights."""
+    trainer = declare(optimizer=SignOfGradient)(shard)
+    exact = train(trainer, WORKLOAD, dtype=dtype, order=0, max_norm=None)
+    before = {name: tensor.clone() for name, tensor in exact.initial.items()}
+    runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0, splits_sums=True)
+    assert all(torch.equal(before[name], tensor) for name, tensor in exact.initial.items())
+
+
 class Quantised(nn.Linear):
     """Layer whose weights have few values, with a straight-through gradient."""
 
