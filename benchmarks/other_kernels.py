@@ -24,7 +24,7 @@ from conformance.detection.kill_matrix import RESULTS_FILE, KillMatrix
 from conformance.judge.verdicts import Verdict
 from conformance.numerics.arithmetic import Arithmetic
 from conformance.project import PROJECT
-from conformance.report.schema import Report
+from conformance.report.schema import Report, read_report
 
 DOCUMENT = PROJECT / "docs" / "gpu.md"
 _ALARMS = (Verdict.FAIL, Verdict.ERROR, Verdict.CRASH, Verdict.TIMEOUT, Verdict.UNEXPECTED_PASS, Verdict.NOT_RUN)
@@ -43,11 +43,6 @@ def main() -> None:
     print(runs, laws_table(reports, own, other), sep="\n\n")
     if options.write:
         write_block(DOCUMENT, "other-kernels", runs)
-
-
-def read_report(directory: Path) -> Report:
-    """Return the report of a session."""
-    return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
 
 
 def read_matrix(directory: Path) -> KillMatrix:

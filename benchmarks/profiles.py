@@ -17,7 +17,7 @@ import msgspec
 
 from conformance.cli.docs import MEASURED_FILE, Durations, read_measured
 from conformance.project import PROJECT
-from conformance.report.schema import Report
+from conformance.report.schema import read_report
 
 
 def profile_durations(profile: str, directory: Path, *, runs: int) -> Durations:
@@ -35,7 +35,7 @@ def first_command_durations(directory: Path) -> Durations:
 
 def _timed(command: list[str], *, cwd: Path, report_directory: Path, runs: int) -> Durations:
     durations_s = [_duration_s(command, cwd=cwd) for _ in range(runs)]
-    report = msgspec.json.decode((report_directory / "report.json").read_bytes(), type=Report)
+    report = read_report(report_directory)
     return Durations(
         cases=report.planned,
         durations_s=tuple(round(duration_s) for duration_s in durations_s),

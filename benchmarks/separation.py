@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from tabulate import tabulate
 
 from conformance.cli.blocks import write_block
 from conformance.defects.catalogue import defects
 from conformance.judge.measurements import Measurement
 from conformance.project import PROJECT
-from conformance.report.schema import CaseResult, Report
+from conformance.report.schema import CaseResult, Report, read_report
 
 DOCUMENT = PROJECT / "docs" / "tolerances.md"
 FACTOR = 3.0
@@ -107,7 +106,7 @@ def session(directory: Path, *, seed: int, cells: str, defect: str | None) -> Re
     command += [f"--laws={','.join(LAWS)}", f"--seed={seed}", f"--cells={cells}"]
     command += [f"--defect={defect}"] if defect else []
     subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+    return read_report(directory)
 
 
 def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:

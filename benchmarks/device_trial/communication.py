@@ -25,7 +25,7 @@ from benchmarks.device_trial.stages import tell
 from conformance.numerics.rings import GLOO_RING, NCCL_RING, Ring, ring_sum
 from conformance.run.devices.hardware import find_hardware
 from conformance.run.devices.nvml import machine_devices
-from conformance.run.ranks.messages import RANK_IN_VALUE
+from conformance.sim_runs.fidelity.probes.pair import started
 
 RECIPES: tuple[dict[str, str], ...] = (
     {},
@@ -69,16 +69,7 @@ def _try_world(size: int, device: str, recipe: Mapping[str, str]) -> str | None:
     variables = {**os.environ, **hardware.environment(substrate), "NCCL_DEBUG": "WARN", **recipe}
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", __spec__.name, "rank", device, f"{directory}/meeting", str(size)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env={name: value.replace(RANK_IN_VALUE, str(rank)) for name, value in variables.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+        ranks = started(command, variables, size=size)
         limit_s = _LIMIT_S if recipe or size > 2 else _FIRST_LIMIT_S
         outputs = _outputs(ranks, limit_s)
     if any(rank.returncode for rank in ranks):

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from benchmarks.device_trial.stages import tell, yes
-from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.numerics.knobs import pin_knobs
+from conformance.sim_runs.fidelity.probes.operators import attention_of
 
 SHAPES = (
     (128, 32, 64),
@@ -34,7 +34,6 @@ SHAPES = (
 """Tokens of a rank, inputs and outputs of linear layers of the matrix's models."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (4, 6, 8, 128)
-_ATTENTION = "aten::_scaled_dot_product_"
 _GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -110,26 +109,12 @@ def _attention(dtype: torch.dtype, device: str) -> None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
-        deterministic = _operator_of(gradients)
-        by_default = _with_default_knobs(partial(_operator_of, gradients), device)
+        deterministic = attention_of(gradients)
+        by_default = _with_default_knobs(partial(attention_of, gradients), device)
         repeated = _are_equal(gradients(), gradients())
         other = "" if by_default == deterministic else f" ({by_default} by default)"
         chosen.append(f"{head_dim}: {deterministic}{other}{'' if repeated else ', NOT REPEATABLE'}")
     tell(f"attention {_name(dtype)} by head size", "; ".join(chosen))
-
-
-def _operator_of(compute: Callable[[], object]) -> str:
-    """Return the name of the fused attention that a computation calls, such as flash; math if it calls none."""
-    names: set[str] = set()
-
-    def listen(func: Any) -> None:
-        name = func._schema.name
-        if name.startswith(_ATTENTION) and "backward" not in name:
-            names.add(name.removeprefix(_ATTENTION).partition("_attention")[0])
-
-    with DispatchTap([listen]):
-        compute()
-    return ", ".join(sorted(names)) or "math"
 
 
 def _embedding(dtype: torch.dtype, device: str) -> None:

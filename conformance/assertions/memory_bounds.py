@@ -174,7 +174,7 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
     steps = measure(step_of_sampled_ranks, cell)
     if cell.config.mesh.pp == 1:
         config, dims, shapes = sizes_of(cell)
-        names = ("first rank", "last rank")
+        names: tuple[str, ...] = ("first rank", "last rank")
         resident = [resident_bytes(config, dims, shapes, shard_rank=dims.shard_rank(rank)) for rank in ranks]
     else:
         stages = range(cell.config.mesh.pp)

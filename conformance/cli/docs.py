@@ -122,6 +122,7 @@ def generated() -> dict[Path, str]:
         docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
         docs / "torch_coverage.md": f"{markdown_document(read_kept())}\n{blind_spot_kinds.section(matrix)}",
         **_fidelity(),
+        **_published(),
         kinds_document.DOCUMENT: kinds_document.as_markdown(),
     }
 

@@ -13,7 +13,7 @@ from conformance.oracles import pipeline
 from conformance.oracles.outline import outline
 from conformance.oracles.pipeline import Action
 from conformance.plan.cells import Cell
-from conformance.report.location import Family, Location
+from conformance.report.location import Location
 from conformance.run.record import Record
 
 _ATTENTION = "attention"
@@ -46,15 +46,15 @@ def _wrong_action(cell: Cell, facts: RankFacts, step: int, ranks: Ranks) -> Loca
     action = issued or due
     assert action is not None
     told = f"must be {_text(due)}" if issued and due else "superfluous" if issued else "missing"
-    return _location(
-        "schedule",
-        _modules(cell, action.stage),
-        _text(action),
+    return ranks.location(
+        [facts.rank],
+        family="schedule",
+        stage="schedule",
+        name=_modules(cell, action.stage),
+        quantity=_text(action),
         step=step,
         micro_batch=action.micro_batch,
         equals=f"action {index} of {len(expected)}: {told}",
-        ranks=ranks,
-        rank=facts.rank,
     )
 
 
@@ -65,15 +65,15 @@ def _wrong_activations(cell: Cell, facts: RankFacts, step: int, ranks: Ranks) ->
         action = Action(taken.action, taken.stage, taken.micro_batch)
         is_followed = config.activation_checkpointing == "none" and config.compile == "none"
         if is_followed and taken.held != due:
-            return _location(
-                "memory",
-                _modules(cell, taken.stage),
-                "activations",
+            return ranks.location(
+                [facts.rank],
+                family="memory",
+                stage="memory",
+                name=_modules(cell, taken.stage),
+                quantity="activations",
                 step=step,
                 micro_batch=taken.micro_batch,
                 equals=f"those of micro-batches {taken.held} are held at {_text(action)}, must be those of {due}",
-                ranks=ranks,
-                rank=facts.rank,
             )
         before.append(action)
     return None
@@ -101,7 +101,7 @@ def first_wrong_recomputation(
     """
     mode = cell.activation_checkpointing
     blocks = [f"layers.{index}" for index in outline(cell.config.model).layers]
-    for rank, trace in enumerate(traces):
+    for trace in traces:
         repeated = list(dict.fromkeys(tap.module for tap in trace.taps if tap.is_recomputed))
         inside = {block for block in blocks for name in repeated if f"{name}.".startswith(f"{block}.")}
         entered = [block for block in blocks if any(f"{tap.module}.".startswith(f"{block}.") for tap in trace.taps)]
@@ -118,38 +118,10 @@ def first_wrong_recomputation(
             found = measured[_ATTENTION]
             told = f"{found.value:g} operators of attention are recomputed, expected {found.upper:g}"
         if name:
-            quantity = "recomputation in backward"
-            return _location("schedule", name, quantity, equals=told, ranks=ranks, rank=rank, everywhere=True)
+            about = {"family": "schedule", "stage": "schedule", "quantity": "recomputation in backward"}
+            return ranks.location([*ranks.all], name=name, equals=told, **about)
     return None
 
 
 def _is_wrong(measured: Mapping[str, Measurement], name: str) -> bool:
     return name in measured and margin_of(measured[name]) > 1.0
-
-
-def _location(
-    family: Family,
-    name: str,
-    quantity: str,
-    *,
-    equals: str,
-    ranks: Ranks,
-    rank: int,
-    step: int | None = None,
-    micro_batch: int | None = None,
-    everywhere: bool = False,
-) -> Location:
-    wrong = [*ranks.all] if everywhere else [rank]
-    return Location(
-        case="",
-        cell="",
-        family=family,
-        stage="memory" if family == "memory" else "schedule",
-        name=name,
-        quantity=quantity,
-        step=step,
-        micro_batch=micro_batch,
-        ranks=wrong,
-        ranks_text=ranks.text(wrong),
-        equals=equals,
-    )

@@ -49,15 +49,12 @@ def first_wrong_dtype(cell: Cell, record: Record, ranks: Ranks) -> Location | No
     stage, noun = _STAGES[kind]
     phase = name.rpartition("/")[2] if name.rpartition("/")[2] in _PHASES else ""
     measured = record.ranks[wrong[first][0]].dtypes[first]
-    return Location(
-        case="",
-        cell="",
+    return ranks.location(
+        wrong[first],
         family="dtype",
         stage="backward" if phase == "backward" else stage,
         name=name.removesuffix(phase).rstrip("/").removeprefix("exp_avg/").removeprefix("exp_avg_sq/"),
         quantity=noun,
-        ranks=wrong[first],
-        ranks_text=ranks.text(wrong[first]),
         equals=f"is {' and '.join(measured)}, expected {' and '.join(expected[first])}",
         elements=f"{len(wrong)} of {len(expected)} things have another dtype" if len(wrong) > 1 else "",
     )

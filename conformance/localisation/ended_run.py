@@ -34,17 +34,14 @@ def place_of_end(directory: Path, mesh: Mesh, failure: Failure) -> Location | No
     if location is not None:
         return replace(location, agrees="", collective=f"the run ended: {reason}", issued=None)
     is_backward = last.is_recomputed or "gradient" in last.kind or "backward" in last.kind
-    return Location(
-        case="",
-        cell="",
+    return ranks.location(
+        [failure.first_rank],
         family="tensor",
         stage="backward" if is_backward else "forward",
         name=last.module,
         quantity=f"{last.kind} {last.item}, the last tensor before the run ended",
         step=last.step,
         micro_batch=last.call,
-        ranks=[failure.first_rank],
-        ranks_text=ranks.text([failure.first_rank]),
         equals=reason,
         called=traces[failure.first_rank].code(last.called),
         tree={**dict.fromkeys(traces[failure.first_rank].modules, "unseen"), last.module: "wrong"},

@@ -11,7 +11,7 @@ from textwrap import shorten
 from conformance.experiments.training import train_with_delays
 from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.measurements import Measurement, margin_of
-from conformance.localisation.ranks import Ranks, ranks_of
+from conformance.localisation.ranks import ranks_of
 from conformance.plan.cells import Cell
 from conformance.report.location import Code, Family, Location, Stage
 from conformance.run.case_runs import CaseRuns
@@ -34,13 +34,12 @@ def race(cell: Cell, runs: CaseRuns) -> Location | None:
     pair = _nearest(pairs[min(pairs)])
     relation = "may be given the memory of" if pair.reused else "accesses the same memory as"
     first = f"{pair.first.operator} on {pair.first.stream}{_inside(pair.first)}"
-    return _location(
-        "race",
-        "schedule",
-        "",
-        f"{pair.second.operator} on {pair.second.stream}{_inside(pair.second)}",
-        ranks=ranks_of(record),
-        wrong=[*pairs],
+    return ranks_of(record).location(
+        [*pairs],
+        family="race",
+        stage="schedule",
+        name="",
+        quantity=f"{pair.second.operator} on {pair.second.stream}{_inside(pair.second)}",
         equals=f"{relation} {first}, and no event orders them",
         called=_code(pair.second),
         issued=_code(pair.first),
@@ -64,13 +63,12 @@ def changed_by_delays(cell: Cell, runs: CaseRuns) -> Location | None:
             changed = [key for key, value in facts.fingerprints.items() if fingerprints.get(key, value) != value]
             if changed:
                 when, kind, name = (*changed[0].split("/", 2), "", "")[:3]
-                return _location(
-                    "race",
-                    "schedule",
-                    name,
-                    f"{kind} of {when}",
-                    ranks=ranks_of(record),
-                    wrong=[facts.rank],
+                return ranks_of(record).location(
+                    [facts.rank],
+                    family="race",
+                    stage="schedule",
+                    name=name,
+                    quantity=f"{kind} of {when}",
                     equals=f"differs with delayed operators ({operators}), which are used before they are complete",
                     elements=f"{len(changed)} of {len(facts.fingerprints)} tensors differ" if len(changed) > 1 else "",
                 )
@@ -133,32 +131,3 @@ def _code(issued: IssuedOperator) -> Code | None:
     frames = [frame for frame in issued.stack if _FSDP in frame] or list(issued.stack)
     match = _FRAME.fullmatch(frames[0]) if frames else None
     return Code(file=match["file"], line=int(match["line"]), function=match["function"]) if match else None
-
-
-def _location(
-    family: Family,
-    stage: Stage,
-    name: str,
-    quantity: str,
-    *,
-    ranks: Ranks,
-    wrong: list[int],
-    equals: str,
-    elements: str = "",
-    called: Code | None = None,
-    issued: Code | None = None,
-) -> Location:
-    return Location(
-        case="",
-        cell="",
-        family=family,
-        stage=stage,
-        name=name,
-        quantity=quantity,
-        ranks=wrong,
-        ranks_text=ranks.text(wrong),
-        equals=equals,
-        elements=elements,
-        called=called,
-        issued=issued,
-    )

@@ -57,15 +57,12 @@ def place_of_hang(failure: Failure, ranks: Ranks) -> Location | None:
     first = waiting[0]
     alike = [each.rank for each in waiting if (each.collective, each.code) == (first.collective, first.code)]
     told = {(each.collective, each.code): each for each in reversed(waiting)}
-    return Location(
-        case="",
-        cell="",
+    return ranks.location(
+        alike,
         family="schedule",
         stage="schedule",
         name="",
         quantity=f"{first.collective or 'computation'} in which ranks wait",
-        ranks=alike,
-        ranks_text=ranks.text(alike),
         equals="; ".join(each.clause for each in sorted(told.values(), key=waiting.index)),
         called=first.code,
     )

@@ -3,8 +3,10 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from conformance.plan.mesh import Mesh
+from conformance.report.location import Location
 from conformance.run.record import Record
 
 _DATA = ("dp_replicate", "dp_shard", "dp", "replicate", "shard")
@@ -53,6 +55,10 @@ class Ranks:
             if set(ranks) == {rank for rank in self.all if self.coordinates[rank][name] in indices}:
                 return _numbered(f"{name} rank", sorted(indices), self.size(name))
         return _numbered("rank", sorted(ranks), len(self.coordinates))
+
+    def location(self, ranks: Sequence[int], **facts: Any) -> Location:
+        """Return the location of these facts on some ranks; its case and cell are still to be named."""
+        return Location(case="", cell="", ranks=[*ranks], ranks_text=self.text(ranks), **facts)
 
     def sharding_dimensions(self) -> list[str]:
         """Return the dimensions of several ranks that hold different parts of the parameters."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from conformance.instruments.facts import UNKNOWN, Collective, RankFacts
 from conformance.instruments.fsdp_state import ROOT
@@ -179,13 +179,13 @@ class _Schedules:
         if first.stream in ("clipping", "trainer"):
             name = ""
         return self._make(
+            ranks,
             name,
-            key.noun,
+            quantity=key.noun,
             step=first.step,
-            ranks=ranks,
             equals=first.clause,
             collective=f"in {key.phase}{around.clause if first.stream in ('FSDP', 'tensor parallelism') else ''}",
-            code=code,
+            issued=code,
         )
 
     def _unsharded(self, step: int, point: str) -> Location | None:
@@ -210,38 +210,14 @@ class _Schedules:
             "at_optimizer": "when the optimizer steps",
             "after_step": "at the end of the step",
         }[point]
-        return self._make(
-            group, f"parameters of group {group}", step=step, ranks=ranks, equals=f"{states[0]} {when}, {states[1]}"
-        )
+        equals = f"{states[0]} {when}, {states[1]}"
+        return self._make(ranks, group, quantity=f"parameters of group {group}", step=step, equals=equals)
 
-    def _make(
-        self,
-        name: str,
-        quantity: str,
-        *,
-        step: int,
-        ranks: list[int],
-        equals: str,
-        collective: str = "",
-        code: object = None,
-    ) -> Location:
+    def _make(self, ranks: list[int], name: str, **facts: Any) -> Location:
         modules: Mapping[str, str] = {path: kind for trace in self._traces for path, kind in trace.modules.items()}
-        return Location(
-            case="",
-            cell="",
-            family="schedule",
-            stage="schedule",
-            name=name,
-            quantity=quantity,
-            step=step,
-            ranks=ranks,
-            ranks_text=self._ranks.text(ranks),
-            module_class=modules.get(name, ""),
-            equals=equals,
-            collective=collective,
-            issued=code,  # type: ignore[arg-type]
-            tree={path: "wrong" if path == name else "right" for path in modules},
-        )
+        tree = {path: "wrong" if path == name else "right" for path in modules}
+        about = {"family": "schedule", "stage": "schedule", "module_class": modules.get(name, ""), "tree": tree}
+        return self._ranks.location(ranks, name=name, **about, **facts)
 
 
 def expected_groups(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int) -> list[str]:

@@ -44,17 +44,14 @@ def first_wrong_tensor(
     family: Family = "dtype" if _is_rounded(first) else "tensor"
     marks = step.marks()
     marks[named.name if named.name in marks else parent(named.name)] = "wrong"
-    return Location(
-        case="",
-        cell="",
+    return step.ranks.location(
+        ranks,
         family=family,
         stage=named.stage,
         name=named.name,
         quantity=named.quantity,
         step=step.step,
         micro_batch=first.tap.call,
-        ranks=ranks,
-        ranks_text=step.ranks.text(ranks),
         module_class=oracle.modules.get(named.name, ""),
         equals=_equals(step, first, sizes) if family == "tensor" else _dtypes(step, first),
         agrees=_agrees(step, first, named),

@@ -74,9 +74,9 @@ def brief(verdicts: Mapping[str, int]) -> str:
 
 
 def trend(values: Sequence[float | None], devices: Sequence[str]) -> Markup:
-    """Return values by column as a line from 0 to their largest for each type of device, dashed but for the first.
+    """Return values by column as a line from 0 to their largest for each type of device.
 
-    A column without a value is a gap. Empty if no type of device has two values.
+    Lines after the first are dashed. A column without a value is a gap. Empty if no type of device has two values.
     """
     known = [(number, value) for number, value in enumerate(values) if value is not None]
     largest = max((value for _, value in known), default=0.0) or 1.0

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import local
 from conformance.run.experiment import Needs
-from conformance.sweeps.checkpoints import Groups, Rows, fault, finish, numbers, placed, sweep_rows
-from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.checkpoints import Groups, fault, finish, numbers, placed, sweep_rows
+from conformance.sweeps.covering_sweep import Options, forbids, needs
 from conformance.sweeps.layouts import Layout
 from conformance.sweeps.trials import Swept
 from reference_trainer.mesh import fsdp_mesh
@@ -43,35 +43,24 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 }
 """Values of each option; the first is the default."""
 _SAFETENSORS = ("safetensors", "safetensors of two files")
-_ABOUT_WRITER = (
-    ("saved by", "save"),
-    ("save_distributed", True),
-    ("enable_consolidation", False),
-    ("thread_count", 1),
-    ("thread_count_consolidation", 1),
-    ("reader's thread_count", 1),
-)
 RULES = (
-    *(
-        forbids("format", name, when=lambda kind, value, only=only: kind not in _SAFETENSORS and value != only)
-        for name, only in _ABOUT_WRITER
-    ),
-    forbids("format", "state", when=lambda kind, state: kind in _SAFETENSORS and state == "nested"),
-    forbids(
-        "save_distributed", "enable_consolidation", when=lambda sharded, consolidated: consolidated and not sharded
-    ),
-    forbids(
-        "enable_consolidation",
-        "thread_count_consolidation",
-        when=lambda consolidated, threads: threads > 1 and not consolidated,
+    *needs(
+        AXES,
+        ("saved by", "format", *_SAFETENSORS),
+        ("save_distributed", "format", *_SAFETENSORS),
+        ("enable_consolidation", "format", *_SAFETENSORS),
+        ("thread_count", "format", *_SAFETENSORS),
+        ("thread_count_consolidation", "format", *_SAFETENSORS),
+        ("reader's thread_count", "format", *_SAFETENSORS),
+        ("state", "format", *(kind for kind in AXES["format"] if kind not in _SAFETENSORS)),
+        ("enable_consolidation", "save_distributed", True),
+        ("thread_count_consolidation", "enable_consolidation", True),
+        # Rank 0 alone saves full tensors.
+        ("save_distributed", "saved as", "plain"),
     ),
     # findings/broadcast_reader_waits_for_dtensors.py
     forbids("format", "loaded as", when=lambda kind, layout: kind == "broadcast" and layout != "plain"),
-    # Rank 0 alone saves full tensors.
-    forbids("save_distributed", "saved as", when=lambda sharded, layout: not sharded and layout != "plain"),
 )
-REFUSALS: tuple[Options, ...] = ()
-"""Options that torch refuses; any other error is a fault."""
 _LAYOUTS: Mapping[str, Layout | None] = {
     "rows": (Shard(0),),
     "columns": (Shard(1),),
@@ -80,8 +69,6 @@ _LAYOUTS: Mapping[str, Layout | None] = {
 }
 _SHAPES = {"even": (8, 4), "uneven": (5, 7), "few": (1, 3), "vector": (6,), "long": (70, 40)}
 _DTYPES = {"vector": torch.bfloat16, "few": torch.float64}
-LIMIT = 4
-"""Number of rows that two ranks try, which the seed of the cell draws."""
 
 
 def full_tensors(time: int) -> dict[str, Tensor]:
@@ -185,4 +172,4 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, mesh, groups.world(trial)).faults()
 
-    return sweep_rows(rank, fsdp_mesh(rank.mesh), AXES, faults, Rows("files", RULES, REFUSALS, REFUSALS, limit=LIMIT))
+    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", rules=RULES, refusals=())

@@ -25,8 +25,8 @@ from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
 from conformance.sweeps.checkpoint_models import LAYOUTS, Training, frozen_names, value_of
-from conformance.sweeps.checkpoints import Groups, Rows, fault, spoiled, sweep_rows
-from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.checkpoints import Groups, fault, spoiled, sweep_rows
+from conformance.sweeps.covering_sweep import Options, forbids, needs
 from conformance.sweeps.trials import Swept
 
 TIMES = 3
@@ -54,19 +54,22 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 """Values of each option but the layout, which depends on the mesh; the first is the default."""
 _FIELDS = tuple(field.name for field in fields(StateDictOptions))
 RULES: tuple[Rule, ...] = (
-    forbids("full_state_dict", "broadcast_from_rank0", when=lambda full, broadcast: broadcast and not full),
-    # findings/broadcast_of_states_skipped_by_other_ranks.py
-    forbids("functions", "broadcast_from_rank0", when=lambda calls, broadcast: calls == "together" and broadcast),
-    forbids("submodules", "functions", when=lambda some, calls: some and calls != "model alone"),
-    forbids("submodules", "keep_submodule_prefixes", when=lambda some, keep: not some and not keep),
-    forbids("submodules", "strict", when=lambda some, strict: some and strict),
-    # A state of one submodule without its prefix is loaded by the module itself.
-    forbids("submodules", "full_state_dict", when=lambda some, full: some and full),
-    forbids("ignore_frozen_params", "strict", when=lambda ignore, strict: ignore and strict),
-    # State of an optimizer has the module's own name of such a parameter, and is not found under the other.
-    forbids("renaming", "functions", when=lambda renaming, calls: renaming and calls != "model alone"),
-    # Rank 0 alone has such a state.
-    forbids("through", "full_state_dict", when=lambda through, full: through == "files" and full),
+    *needs(
+        AXES,
+        ("broadcast_from_rank0", "full_state_dict", True),
+        # findings/broadcast_of_states_skipped_by_other_ranks.py
+        ("broadcast_from_rank0", "functions", "one by one", "model alone"),
+        ("submodules", "functions", "model alone"),
+        ("keep_submodule_prefixes", "submodules", True),
+        ("submodules", "strict", False),
+        # A state of one submodule without its prefix is loaded by the module itself.
+        ("full_state_dict", "submodules", False),
+        ("ignore_frozen_params", "strict", False),
+        # State of an optimizer has the module's own name of such a parameter, and is not found under the other.
+        ("renaming", "functions", "model alone"),
+        # Rank 0 alone has such a state.
+        ("through", "full_state_dict", False),
+    ),
     # Tensors on meta are replaced by those of a full state dict alone.
     forbids("into", "full_state_dict", when=lambda into, full: into == "a model on meta" and not full),
     forbids("into", "functions", when=lambda into, calls: into == "a model on meta" and calls != "model alone"),
@@ -103,8 +106,6 @@ SUSPECTS: tuple[Options, ...] = (
     {"full_state_dict": True, "functions": "model alone", "tied": True, "into": "a model on meta"},
 )
 """Options that torch refuses or gets wrong: tried first, since narrowing a row down takes long."""
-LIMIT = 4
-"""Number of rows that two ranks try, which the seed of the cell draws."""
 
 
 class Case:
@@ -289,4 +290,5 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, trial, directory, groups.world(trial)).faults()
 
-    return sweep_rows(rank, rank.mesh, axes, faults, Rows("state dicts", RULES, SUSPECTS, REFUSALS, limit=LIMIT))
+    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS}
+    return sweep_rows(rank, rank.mesh, faults, options=axes, label="state dicts", **known)

@@ -26,8 +26,8 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import local
 from conformance.run.experiment import Needs
 from conformance.sweeps.checkpoint_extension import Inverting, registry
-from conformance.sweeps.checkpoints import Groups, Rows, fault, finish, numbers, placed, spoiled, sweep_rows
-from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.checkpoints import Groups, fault, finish, numbers, placed, spoiled, sweep_rows
+from conformance.sweeps.covering_sweep import Options, forbids, needs
 from conformance.sweeps.layouts import Layout
 from conformance.sweeps.trials import Swept
 from reference_trainer.mesh import fsdp_mesh
@@ -70,44 +70,39 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 """Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
 
 
-_ALONE = ("each rank alone", "dcp_to_torch_save")
-"""Functions with which one process loads without the others."""
+_TOGETHER, _ALONE = ("load", "load_state_dict"), ("each rank alone", "dcp_to_torch_save")
+"""Functions with which all ranks load, and those with which one process does without the others."""
 
 
 RULES: tuple[Rule, ...] = (
-    # Options of asynchronous saves alone, and of the deprecated functions alone.
-    forbids("saved by", "stager", when=lambda api, stager: api != "async_save" and stager != "none"),
-    forbids("saved by", "in flight", when=lambda api, flight: api != "async_save" and flight != "one"),
-    forbids("stager", "stagers", when=lambda stager, kept: stager == "none" and kept == "kept"),
-    forbids("saved by", "coordinator_rank", when=lambda api, rank: api != "save_state_dict" and rank),
-    forbids("saved by", "use_collectives", when=lambda api, use: api == "save_state_dict" and not use),
-    # A nested state that is not flattened is pickled, with this rank's shards.
-    forbids("flatten_state_dict", "state", when=lambda flat, state: not flat and state == "nested"),
-    # Writers and planners hold the state of the save that uses them; a stager has one copy of each tensor.
-    forbids("in flight", "writer", when=lambda flight, kept: flight == "three" and kept == "kept"),
-    forbids("in flight", "planner", when=lambda flight, kept: flight == "three" and kept == "kept"),
-    forbids("saved by", "cache_staged_state_dict", when=lambda api, cached: api != "async_save" and cached),
-    forbids("stager", "cache_staged_state_dict", when=lambda stager, cached: stager != "none" and cached),
-    forbids("in flight", "stagers", when=lambda flight, kept: flight == "three" and kept == "kept"),
-    forbids("in flight", "path", when=lambda flight, path: flight == "three" and path == "the same"),
-    # The cache of plans belongs to the process.
-    forbids("in flight", "enable_plan_caching", when=lambda flight, caching: flight == "three" and caching),
-    # Without coordination each rank has its own metadata, and loads what it has saved.
-    forbids("use_collectives", "into", when=lambda use, into: not use and into != "the same layouts"),
-    forbids(
-        "use_collectives",
-        "loaded by",
-        when=lambda use, api: not use and api in ("each rank alone", "dcp_to_torch_save"),
+    *needs(
+        AXES,
+        # Options of asynchronous saves alone, and of the deprecated functions alone.
+        ("stager", "saved by", "async_save"),
+        ("in flight", "saved by", "async_save"),
+        ("stagers", "stager", *AXES["stager"][1:]),
+        ("coordinator_rank", "saved by", "save_state_dict"),
+        ("use_collectives", "saved by", "save", "async_save"),
+        # A nested state that is not flattened is pickled, with this rank's shards.
+        ("flatten_state_dict", "state", "flat"),
+        # Writers and planners hold the state of the save that uses them; a stager has one copy of each tensor.
+        ("writer", "in flight", "one"),
+        ("planner", "in flight", "one"),
+        ("cache_staged_state_dict", "saved by", "async_save"),
+        ("cache_staged_state_dict", "stager", "none"),
+        ("stagers", "in flight", "one"),
+        ("path", "in flight", "one"),
+        # The cache of plans belongs to the process.
+        ("enable_plan_caching", "in flight", "one"),
+        # Without coordination each rank has its own metadata, and loads what it has saved.
+        ("into", "use_collectives", True),
+        ("use_collectives", "loaded by", *_TOGETHER),
+        # `dcp_to_torch_save` and a load by name know torch's own extensions alone.
+        ("_extensions", "loaded by", *_TOGETHER),
+        ("allow_partial_load", "loaded by", *_TOGETHER, "each rank alone"),
     ),
-    # `dcp_to_torch_save` and a load by name know torch's own extensions alone.
-    forbids("_extensions", "loaded by", when=lambda extensions, api: extensions and api in _ALONE),
     # One process alone loads full tensors.
-    forbids(
-        "loaded by",
-        "into",
-        when=lambda api, into: api in ("each rank alone", "dcp_to_torch_save") and into != "plain tensors",
-    ),
-    forbids("loaded by", "allow_partial_load", when=lambda api, partly: api == "dcp_to_torch_save" and partly),
+    forbids("loaded by", "into", when=lambda api, into: api in _ALONE and into != "plain tensors"),
 )
 REFUSALS: tuple[Options, ...] = (
     # Pinned memory, which needs an accelerator.
@@ -135,8 +130,6 @@ STAGERS: Mapping[str, Callable[[], AsyncStager | None]] = {
     "blocking and cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
     "type check": lambda: BlockingAsyncStager(type_check=True),
 }
-LIMIT = 4
-"""Number of rows that two ranks try, which the seed of the cell draws."""
 
 
 class Counter:
@@ -386,6 +379,5 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, groups, mesh, trial).faults()
 
-    return sweep_rows(
-        rank, fsdp_mesh(rank.mesh), AXES, faults, Rows("checkpoints", RULES, SUSPECTS, REFUSALS, limit=LIMIT)
-    )
+    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS}
+    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="checkpoints", **known)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld
 from conformance.instruments.sharding import local
-from conformance.sweeps.covering_sweep import Axes, CoveringSweep, Options, has
-from conformance.sweeps.layouts import Layout, distributed, is_member, placed_shard
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.layouts import Layout, difference, distributed, integers, is_member, placed_shard
 from conformance.sweeps.trials import Ended, Swept, Trials
 
 _WAIT_LIMIT = timedelta(seconds=10)
@@ -51,8 +50,7 @@ class Groups:
 
 def numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a full tensor of whole numbers up to 100, the same on all ranks; bf16 and int8 have them all."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-100, 101, tuple(shape), generator=generator).to(dtype)
+    return integers(*shape, low=-100, high=100, seed=seed).to(dtype)
 
 
 def fitting(layout: Sequence[Placement], ndim: int) -> Layout:
@@ -82,11 +80,7 @@ def fault(measured: Any, full: Any) -> str:
         return f"{type(measured).__name__}, expected a tensor"
     if measured.is_meta:
         return "on meta"
-    if measured.dtype != full.dtype or measured.shape != full.shape:
-        return f"{tuple(measured.shape)} of {measured.dtype}, expected {tuple(full.shape)} of {full.dtype}"
-    if torch.equal(measured.detach().cpu(), full):
-        return ""
-    return f"{measured.flatten()[:6].tolist()}, expected {full.flatten()[:6].tolist()}"
+    return difference(measured, full, bound=0.0)
 
 
 def spoiled(state: Any) -> Any:
@@ -119,50 +113,21 @@ def plain_errors() -> Iterator[None]:
         raise RuntimeError("; ".join(failures)) from error
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a covering array of two options each."""
-
-    label: str
-    rules: Sequence[Rule]
-    suspects: Sequence[Options]
-    """Options that are tried first."""
-    refusals: Sequence[Options]
-    """Options that torch may refuse; any other error on all ranks is a fault."""
-    limit: int
-    """Number of rows that two ranks try, which the seed of the cell draws; more ranks try all."""
-
-
 def sweep_rows(
-    rank: RankWorld,
-    mesh: DeviceMesh,
-    axes: Axes,
-    faults: Callable[[Options, Path, DeviceMesh], Mapping[str, str]],
-    rows: Rows,
+    rank: RankWorld, mesh: DeviceMesh, faults: Callable[[Options, Path, DeviceMesh], Mapping[str, str]], **options: Any
 ) -> Swept:
-    """Try rows of options on a mesh like this one, each in a new directory; returns the outcome."""
+    """Try a covering sweep with these options on a mesh like this one, each row in a new directory.
+
+    Two ranks try four rows, which the seed of the cell draws.
+    """
     trials, numbers_of_rows = Trials(mesh), count()
 
-    def ended(options: Options) -> Ended:
+    def ended(row: Options) -> Ended:
         directory = rank.directory / f"row {next(numbers_of_rows)}"
-
-        def call(trial: DeviceMesh) -> Mapping[str, str]:
-            with plain_errors():
-                return faults(options, directory, trial)
-
-        end = trials.ended(call, may_refuse=any(has(options, each) for each in rows.refusals))
+        end = trials.ended(plain_errors()(partial(faults, row, directory)))
         if rank.rank == 0:
             rmtree(directory, ignore_errors=True)
         return end
 
-    sweep = CoveringSweep(
-        axes,
-        ended,
-        strength=2,
-        rules=rows.rules,
-        suspects=rows.suspects,
-        label=rows.label,
-        limit=rows.limit if rank.size == 2 else None,
-        seed=rank.config.seed,
-    )
-    return sweep.swept(rank.subjects)
+    limit = 4 if rank.size == 2 else None
+    return CoveringSweep(ended=ended, strength=2, limit=limit, seed=rank.config.seed, **options).swept(rank.subjects)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.covering_arrays.covering import covering_rows
-from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Wrong, spelled_error
+from conformance.sweeps.trials import End, Ended, Swept
 
 Options = Mapping[str, Any]
 """Values of options by name."""
@@ -47,8 +47,7 @@ class CoveringSweep:
     suspects: Sequence[Options] = ()
     """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
     refusals: Sequence[Options] | None = None
-    """Options that may be refused together; any if None. Another refusal is a fault, since documented options must not
-    raise on all ranks."""
+    """Options that may be refused together; any if None. Another refusal is a fault, see `Ended.judged`."""
     label: str = "options"
     """Word for the rows in outcomes, where the interface has no name."""
     limit: int | None = None
@@ -132,24 +131,16 @@ class CoveringSweep:
 
     def _judge(self, subset: Options, ended: Ended) -> None:
         """Record the outcome of a row, or of a subset of one."""
-        row, faults = {**self.defaults, **subset}, dict(ended.faults)
-        may_refuse = self.refusals is None or any(has(row, refusal) for refusal in self.refusals)
-        if ended.end is End.ERROR and not may_refuse:
-            faults = {REFUSAL: f"{ended.error!r:.200}"}
-        self._swept.count("wrong" if faults else ended.outcome)
+        row = {**self.defaults, **subset}
+        ended = ended.judged(may_refuse=self.refusals is None or any(has(row, refusal) for refusal in self.refusals))
+        self._swept.count(ended.outcome)
         if ended.end is End.RIGHT:
             self._right.append(row)
             return
         self._excluded.append(subset)
         spelled = [_spelled(option, subset[option]) for option in self.options if option in subset]
         subject = ", ".join(spelled) or NO_OPTION
-        subject = f"{self.name}({subject})" if self.name else subject
-        if ended.end is End.ERROR and may_refuse:
-            assert ended.error is not None
-            self._swept.computed[subject], self._swept.refused[subject] = 0, 1
-            self._swept.errors[subject] = {spelled_error(ended.error): 1}
-        for fault, text in faults.items():
-            self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind=self.label, cases=1, example=text))
+        self._swept.add_failure(f"{self.name}({subject})" if self.name else subject, ended, self.label)
 
     def _narrowed(self, row: Options, end: End | None) -> Options:
         """Return a smallest subset of a row that ends as the row does if all other options have their defaults.
@@ -187,6 +178,21 @@ class CoveringSweep:
 def forbids(*axes: str, when: Callable[..., bool]) -> Rule:
     """Return a rule that forbids the values of axes for which a function of these values returns True."""
     return Rule(axes, partial(_is_forbidden, axes=axes, when=when))
+
+
+def needs(axes: Axes, *conditions: tuple[Any, ...]) -> list[Rule]:
+    """Return a rule for each condition `(option, other, *values)`.
+
+    The option keeps its default unless the other one has one of the values.
+    """
+    return [
+        Rule((option, other), partial(_lacks, option, axes[option][0], other, values))
+        for option, other, *values in conditions
+    ]
+
+
+def _lacks(option: str, default: Any, other: str, values: Collection[Any], row: Options) -> bool:
+    return row[option] != default and row[other] not in values
 
 
 def _is_forbidden(row: Options, axes: tuple[str, ...], when: Callable[..., bool]) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, distributed, is_cut, shard_of
+from conformance.sweeps.layouts import Layout, distributed, integers, is_cut, shard_of
 
 _TENSORS = (((8, 4), torch.float32), ((5, 3), torch.float32), ((1, 7), torch.float16), ((2, 3, 5), torch.bfloat16))
 """Shapes and dtypes of tensors to redistribute."""
@@ -143,8 +143,7 @@ def _layouts(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[Layo
 
 
 def _numbers(mesh: DeviceMesh, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).float().to(mesh.device_type)
+    return integers(*shape, low=-4, high=4, seed=seed).to(mesh.device_type)
 
 
 def _wrong_here(measured: DTensor, expected: Tensor) -> int:

@@ -24,7 +24,6 @@ from conformance.sweeps.interface_sweep import (
     SIZES,
     Faults,
     Interface,
-    integers,
     layout_of,
     layouts,
     shape_of,
@@ -32,13 +31,16 @@ from conformance.sweeps.interface_sweep import (
 )
 from conformance.sweeps.layouts import (
     Layout,
+    counted_from_first,
     difference,
     distributed,
+    integers,
     placed_shard,
     shard_of,
     spelled,
     strided_rows,
     varied,
+    without_pending,
 )
 from conformance.sweeps.trials import Swept, Trials
 
@@ -75,15 +77,25 @@ def _source(options: Options, mesh: DeviceMesh, full: Tensor) -> DTensor:
     return distributed(full, mesh, layout_of(options["source"]))
 
 
+def _full(options: Options, mesh: DeviceMesh) -> Tensor:
+    return integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
+
+
+def _layout(options: Options, mesh: DeviceMesh, name: str = "placements") -> Layout:
+    """Return the layout that an option spells, with dimensions counted from the first; replicas if it is left out."""
+    text = _each(mesh, "R") if options[name] == OMITTED else options[name]
+    return counted_from_first(layout_of(text), 2)
+
+
 def _arguments(options: Options, mesh: DeviceMesh, *names: str) -> dict[str, Any]:
     """Return the arguments of a call by name, without those that options leave out."""
-    spelled_out = {"device_mesh": mesh}
-    given = {name: options[name] for name in names if name in options and options[name] != OMITTED}
-    return {name: spelled_out.get(name, DTYPES.get(value, value)) for name, value in given.items()}
 
+    def argument(name: str) -> Any:
+        if name == "device_mesh":
+            return mesh
+        return list(layout_of(options[name])) if "placements" in name else DTYPES.get(options[name], options[name])
 
-def _with_placements(arguments: dict[str, Any], name: str, text: Any) -> dict[str, Any]:
-    return arguments if text == OMITTED else {**arguments, name: list(layout_of(text))}
+    return {name: argument(name) for name in names if name in options and options[name] != OMITTED}
 
 
 def _within(options: Options, mesh: DeviceMesh) -> AbstractContextManager[Any]:
@@ -133,12 +145,12 @@ def _redistribute(mesh: DeviceMesh) -> Interface:
 
 
 def _redistributed(options: Options, mesh: DeviceMesh) -> Faults:
-    full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
+    full = _full(options, mesh)
     given = _source(options, mesh, full)
     given.requires_grad_()
     arguments = _arguments(options, mesh, "device_mesh", "async_op", "forward_dtype", "backward_dtype")
     result = given.redistribute(placements=layout_of(options["placements"]), **arguments)
-    target = tuple(Shard(at.dim % 2) if isinstance(at, Shard) else at for at in layout_of(options["placements"]))
+    target = _layout(options, mesh)
     expected = full.to(DTYPES.get(options["forward_dtype"], full.dtype))
     yield from _compared("result", result.to_local(), shard_of(expected, mesh, target))
     yield from _compared("full tensor", result.full_tensor(), expected)
@@ -152,8 +164,8 @@ def _redistributed(options: Options, mesh: DeviceMesh) -> Faults:
     weights.requires_grad_()
     [first] = torch.autograd.grad(result, given, weights, create_graph=True)
     yield from _compared("gradient", first, varied(full))
-    layout = tuple(Replicate() if at.is_partial() else at for at in cast("DTensor", first).placements)
-    [second] = torch.autograd.grad(first, weights, distributed(full, mesh, layout))
+    seed = distributed(full, mesh, without_pending(cast("DTensor", first).placements))
+    [second] = torch.autograd.grad(first, weights, seed)
     yield from _compared("second gradient", second, full.to(expected.dtype))
 
 
@@ -248,17 +260,13 @@ def _from_local(mesh: DeviceMesh) -> Interface:
 
 
 def _from_plain(options: Options, mesh: DeviceMesh) -> Faults:
-    full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
-    text = _each(mesh, "R") if options["placements"] == OMITTED else options["placements"]
-    layout = tuple(Shard(at.dim % 2) if isinstance(at, Shard) else at for at in layout_of(text))
+    full = _full(options, mesh)
+    layout = _layout(options, mesh)
     local = placed_shard(full, mesh, layout)
     if options["ranks hold"] == "other numbers":
         local += torch.distributed.get_rank()
     local.requires_grad_()
-    arguments = _with_placements(
-        _arguments(options, mesh, "device_mesh", "run_check"), "placements", options["placements"]
-    )
-    arguments = _with_placements(arguments, "grad_placements", options["grad_placements"])
+    arguments = _arguments(options, mesh, "device_mesh", "run_check", "placements", "grad_placements")
     if options["shape"] != OMITTED:
         arguments |= {"shape": full.shape, "stride": full.stride()}
     with _within(options, mesh):
@@ -266,8 +274,7 @@ def _from_plain(options: Options, mesh: DeviceMesh) -> Faults:
     yield from _compared("result", result.full_tensor(), full)
     torch.autograd.backward(result, distributed(varied(full), mesh, (Replicate(),) * mesh.ndim))
     assert local.grad is not None
-    gradient = tuple(Replicate() if at.is_partial() else at for at in layout)
-    yield from _compared("gradient", local.grad, shard_of(varied(full), mesh, gradient))
+    yield from _compared("gradient", local.grad, shard_of(varied(full), mesh, without_pending(layout)))
 
 
 def _to_local(mesh: DeviceMesh) -> Interface:
@@ -290,11 +297,11 @@ def _has_another_shape(source: str, gradient: str) -> bool:
 
 
 def _to_plain(options: Options, mesh: DeviceMesh) -> Faults:
-    full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
+    full = _full(options, mesh)
     layout = layout_of(options["source"])
     given = distributed(full, mesh, layout)
     given.requires_grad_()
-    local = given.to_local(**_with_placements({}, "grad_placements", options["grad_placements"]))
+    local = given.to_local(**_arguments(options, mesh, "grad_placements"))
     yield from _compared("result", local, shard_of(full, mesh, layout))
     text = options["source"].replace("P", "R") if options["grad_placements"] == OMITTED else options["grad_placements"]
     torch.autograd.backward(local, placed_shard(varied(full), mesh, layout_of(text)))
@@ -313,13 +320,12 @@ def _full_tensor(mesh: DeviceMesh) -> Interface:
 
 
 def _gathered(options: Options, mesh: DeviceMesh) -> Faults:
-    full = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
+    full = _full(options, mesh)
     given = distributed(full, mesh, layout_of(options["source"]))
     given.requires_grad_()
-    gathered = given.full_tensor(**_with_placements({}, "grad_placements", options["grad_placements"]))
+    gathered = given.full_tensor(**_arguments(options, mesh, "grad_placements"))
     yield from _compared("result", gathered, full)
-    text = _each(mesh, "R") if options["grad_placements"] == OMITTED else options["grad_placements"]
-    torch.autograd.backward(gathered, placed_shard(varied(full), mesh, layout_of(text)))
+    torch.autograd.backward(gathered, placed_shard(varied(full), mesh, _layout(options, mesh, "grad_placements")))
     assert isinstance(given.grad, DTensor)
     yield from _compared("gradient", given.grad, varied(full))
 
@@ -364,7 +370,7 @@ def _distribute_tensor(mesh: DeviceMesh) -> Interface:
 
 
 def _distributed_tensor(options: Options, mesh: DeviceMesh) -> Faults:
-    base = integers(*shape_of(options["size"], mesh)).to(DTYPES[options["dtype"]])
+    base = _full(options, mesh)
     coordinate, source = mesh.get_coordinate(), options["src_data_rank"]
     assert coordinate is not None
     ranks = mesh.mesh
@@ -376,15 +382,14 @@ def _distributed_tensor(options: Options, mesh: DeviceMesh) -> Faults:
     given = held(torch.distributed.get_rank()).to(mesh.device_type)
     given = nn.Parameter(given, options["requires_grad"]) if options["parameter"] else given.detach()
     given.requires_grad_(options["requires_grad"])
-    arguments = _with_placements(_arguments(options, mesh, "device_mesh"), "placements", options["placements"])
+    arguments = _arguments(options, mesh, "device_mesh", "placements")
     with _within(options, mesh):
         result = distribute_tensor(given, src_data_rank=None if source == "none" else source, **arguments)
-    text = _each(mesh, "R") if options["placements"] == OMITTED else options["placements"]
-    layout = tuple(Shard(at.dim % 2) if isinstance(at, Shard) else at for at in layout_of(text))
+    layout = _layout(options, mesh)
     full = held(int(ranks[tuple(coordinate if source == "none" else [source] * mesh.ndim)]))
     if result.requires_grad != options["requires_grad"]:
         yield "requires_grad", f"{result.requires_grad}"
-    if "P" in text:
+    if any(at.is_partial() for at in layout):
         yield from _compared("result", result.full_tensor(), full)
     else:
         yield from _compared("result", result.to_local(), shard_of(full, mesh, layout))
@@ -548,12 +553,10 @@ def _factories(mesh: DeviceMesh) -> Iterator[Interface]:
 def _made(name: str, function: Callable[..., DTensor], options: Options, mesh: DeviceMesh) -> Faults:
     shape = shape_of(options["sizes"], mesh)
     spelled_out: dict[str, Sequence[Any]] = {"as a tuple": [shape], "as a list": [list(shape)], "as numbers": shape}
-    arguments = _with_placements(
-        _arguments(options, mesh, "device_mesh", "dtype", "requires_grad"), "placements", options["placements"]
-    )
+    arguments = _arguments(options, mesh, "device_mesh", "dtype", "requires_grad", "placements")
     with _within(options, mesh):
         made = function(*spelled_out[options["size"]], *([3.0] if name == "full" else []), **arguments)
-    layout = layout_of(_each(mesh, "R") if options["placements"] == OMITTED else options["placements"])
+    layout = _layout(options, mesh)
     if made.requires_grad != options["requires_grad"]:
         yield "requires_grad", f"{made.requires_grad}"
     filled = {"zeros": 0, "ones": 1, "full": 3}

@@ -114,8 +114,3 @@ def shape_of(size: str, mesh: DeviceMesh, more: int = 0) -> tuple[int, int]:
     if size == "even":
         return (2 + 2 * more) * ranks, 2 * ranks
     return (2 * ranks + 1 + 2 * more, 2 * ranks - 1) if size == "uneven" else (max(1, ranks - 1), 1 + more)
-
-
-def integers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return integers from -2 to 2, in fp32."""
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from conformance.instruments.sharding import full as full_tensor
+
 Layout = tuple[Placement, ...]
 """Placement for each dimension of the mesh."""
 
@@ -88,9 +90,24 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
     raise ValueError(f"no numbers for a pending {reduction}: give sum, avg, max or min")
 
 
+def without_pending(layout: Sequence[Placement]) -> Layout:
+    """Return a layout with replicas instead of pending numbers, as gradients have it."""
+    return tuple(Replicate() if at.is_partial() else at for at in layout)
+
+
+def counted_from_first(layout: Sequence[Placement], ndim: int) -> Layout:
+    """Return a layout whose dimensions of shards are counted from the first, and not from the last."""
+    return tuple(Shard(at.dim % ndim) if isinstance(at, Shard) else at for at in layout)
+
+
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
     """Return True if a tensor has the expected shape, and each rank a shard or all of it, without pending sums."""
     return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
+
+
+def integers(*shape: int, low: int = -2, high: int = 2, seed: int = 0) -> Tensor:
+    """Return integers from `low` to `high`, in fp32 and on the CPU."""
+    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def varied(like: Tensor) -> Tensor:
@@ -101,12 +118,16 @@ def varied(like: Tensor) -> Tensor:
     return (torch.arange(like.shape.numel()) % 5 - 2).reshape(like.shape).to(like.dtype)
 
 
-def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layout: Layout | None = None) -> str:
+def difference(
+    measured: Tensor | None, expected: Tensor | None, *, bound: float | None, layout: Layout | None = None
+) -> str:
     """Return the difference of a tensor from the expected full tensor, or from the expected shard of a layout.
 
     Empty if there is none. `bound` is on the deviation, relative to the largest expected number if that is above 1; 0
     requires equal numbers, None equal bits. A collective if ranks hold no shards of such a layout.
     """
+    if measured is None or expected is None:
+        return "" if measured is expected else f"there is {'none' if measured is None else 'one'}"
     text = ""
     if isinstance(measured, DTensor):
         text = f"{spelled(measured.placements)} "
@@ -119,6 +140,16 @@ def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layou
     if _are_equal(measured, expected, bound):
         return ""
     return f"{text}{_numbers(measured)}, expected {_numbers(expected)}"
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies of the full parameters, and of the optimizer's state by `NAME/KIND`. A collective."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = full_tensor(parameter).clone()
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"{name}/{kind}"] = full_tensor(value).clone()
+    return tensors
 
 
 def spelled(layout: Sequence[Placement]) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +17,6 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.host_storages import HostStorages
-from conformance.instruments.sharding import local
 from conformance.run.experiment import Needs
 from conformance.sweeps.call_sequences import (
     Call,
@@ -32,9 +29,9 @@ from conformance.sweeps.call_sequences import (
     smallest,
     text_of,
 )
-from conformance.sweeps.layouts import placed_shard
+from conformance.sweeps.layouts import difference
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
-from conformance.sweeps.trials import REFUSAL, End, Ended, Swept, Trials, Wrong, spelled_error
+from conformance.sweeps.trials import End, Ended, Swept, Trials
 from reference_trainer.mesh import fsdp_mesh
 
 SEQUENCES = {2: 30, 4: 100}
@@ -100,29 +97,17 @@ def _wire_faults(sent: Sequence[tuple[str, str]], seen: Seen) -> Iterator[tuple[
 
 def _state_faults(life: ShardedLife, seen: Seen) -> Iterator[tuple[str, str]]:
     if life.output is not None and seen.output is not None:
-        yield from _unequal("output", "", life.output, seen.output)
+        differing = difference(life.output, seen.output, bound=0.0)
+        yield from [("output", differing)] if differing else []
     for name, parameter in life.net.named_parameters():
         value, grad = seen.parameters[name], seen.grads[name]
         if parameter.requires_grad != seen.requires_grad[name]:
             yield "requires_grad", f"{name}: {parameter.requires_grad}"
         if not isinstance(parameter, DTensor):  # unsharded: the next output tells of its value
             continue
-        yield from _unequal("parameter", name, parameter, value)
-        if (parameter.grad is None) != (grad is None):
-            yield "gradient", f"{name}: there is {'none' if parameter.grad is None else 'one'}"
-        elif grad is not None:
-            yield from _unequal("gradient", name, parameter.grad, grad)
-
-
-def _unequal(fault: str, name: str, measured: Tensor | None, wanted: Tensor) -> Iterator[tuple[str, str]]:
-    assert measured is not None
-    if isinstance(measured, DTensor):
-        wanted = placed_shard(wanted, measured.device_mesh, measured.placements)
-    shard = local(measured)
-    if shard.dtype != wanted.dtype:
-        yield fault, f"{name} {shard.dtype}, expected {wanted.dtype}"
-    elif shard.shape != wanted.shape or not torch.equal(shard, wanted):
-        yield fault, f"{name} {shard.flatten()[:6].tolist()}, expected {wanted.flatten()[:6].tolist()}"
+        for fault, measured, wanted in (("parameter", parameter, value), ("gradient", parameter.grad, grad)):
+            if text := difference(measured, wanted, bound=0.0):
+                yield fault, f"{name}: {text}"
 
 
 _COMPUTING = ("train", "forward", "evaluate")
@@ -218,22 +203,13 @@ class LifeSweep:
         known = changes_unsharded(calls)
         calls = smallest(calls, lambda fewer: known == changes_unsharded(fewer) and self._ends(fewer, ended.end))
         plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
-        self._swept.count(ended.outcome if may_be_refused(plain) else "wrong")
+        may_refuse = may_be_refused(plain)
+        self._swept.count(ended.judged(may_refuse=may_refuse).outcome)
         is_known = plain in self._excluded
         self._excluded += [calls, plain]
         if not is_known:
-            self._report(plain, self._ended(plain) or ended)
-
-    def _report(self, calls: Calls, ended: Ended) -> None:
-        subject, faults = text_of(calls), dict(ended.faults)
-        if ended.end is End.ERROR and may_be_refused(calls):
-            self._swept.computed[subject], self._swept.refused[subject] = 0, 1
-            assert ended.error is not None
-            self._swept.errors[subject] = {spelled_error(ended.error): 1}
-        elif ended.end is End.ERROR:
-            faults = {REFUSAL: f"{ended.error!r:.200}"}
-        for fault, text in faults.items():
-            self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind=_SUBJECT, cases=1, example=text))
+            judged = (self._ended(plain) or ended).judged(may_refuse=may_refuse)
+            self._swept.add_failure(text_of(plain), judged, _SUBJECT)
 
     def _ends(self, calls: Calls, end: End | None) -> bool:
         ended = self._ended(calls)

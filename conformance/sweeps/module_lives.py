@@ -7,11 +7,10 @@ every bit.
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,19 @@ from conformance.sweeps.options import SmallNet, samples_of
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _ABOUT_SHARDS = ("fully_shard", "set_reshard_after_forward", "set_reshard_after_backward", "unshard", "reshard")
 """Calls of sharded modules alone."""
-MANY = range(1, 6)
-"""Indices of further forwards before the first backward: more than buffers are in flight."""
+_MANY = range(6)
+"""Indices of forwards before the first backward: more than buffers are in flight."""
+WAYS: Mapping[str, Sequence[tuple[Literal["forward", "evaluate", "backward"], Sequence[int]]]] = {
+    "": (("forward", [0]), ("backward", [0])),
+    "twice": (("forward", [0, 1]), ("backward", [0, 1])),
+    "losses": (("forward", [0, 1]), ("backward", [0]), ("backward", [1])),
+    "retained": (("forward", [0]), ("backward", [0]), ("backward", [0])),
+    "evaluated": (("forward", [0]), ("evaluate", [1]), ("backward", [0])),
+    # As the micro-batches of a pipeline.
+    "interleaved": (("forward", [0, 1]), ("backward", [0]), ("forward", [2]), ("backward", [1]), ("backward", [2])),
+    "many": (("forward", _MANY), *(("backward", [index]) for index in _MANY)),
+}
+"""Ways of training: forwards on inputs of these indices, with or without gradients, and backwards of their sum."""
 _LARGEST = 256
 """Largest number up to which bf16 has all whole numbers."""
 
@@ -287,25 +297,18 @@ class PlainLife(Life):
     def _backwards(self, rank: int, how: str) -> list[dict[str, Tensor | None]]:
         """Return the gradients of a rank after each backward of a call."""
         leaves = self._leaves()
-        forward = partial(functional_call, self.net, leaves)
-        out = forward(self._cast(rank))
-        if rank == self._rank:
-            self.output = out.detach()
-        losses = {
-            "": lambda: [out.sum()],
-            "twice": lambda: [out.sum() + forward(self._cast(rank, index=1)).sum()],
-            "losses": lambda: [out.sum(), forward(self._cast(rank, index=1)).sum()],
-            "retained": lambda: [out.sum(), out.sum()],
-            "evaluated": lambda: [out.sum()],
-            "interleaved": lambda: [out.sum(), *(forward(self._cast(rank, index=index)).sum() for index in (1, 2))],
-            "many": lambda: [out.sum(), *(forward(self._cast(rank, index=index)).sum() for index in MANY)],
-        }[how]()
+        outputs: dict[int, Tensor] = {}
         found = []
-        for loss in losses:
-            loss.backward(retain_graph=True)
-            found.append({name: leaf.grad for name, leaf in leaves.items()})
-            for leaf in leaves.values():
-                leaf.grad = None
+        for act, indices in WAYS[how]:
+            if act == "forward":
+                outputs |= {each: functional_call(self.net, leaves, self._cast(rank, index=each)) for each in indices}
+            elif act == "backward":
+                torch.autograd.backward([outputs[each].sum() for each in indices], retain_graph=True)
+                found.append({name: leaf.grad for name, leaf in leaves.items()})
+                for leaf in leaves.values():
+                    leaf.grad = None
+        if rank == self._rank:
+            self.output = outputs[0].detach()
         return found
 
     def _reduce(self, ranks: Sequence[dict[str, Tensor | None]]) -> None:
@@ -407,36 +410,15 @@ class ShardedLife(Life):
 
     def train(self, how: str = "") -> None:
         """Run forward and backward, or several of them, on this rank's samples."""
-        x, another = self.inputs(self._rank), self.inputs(self._rank, index=1)
-        out = self.net(x)
-        self.output = out.detach()
-        match how:
-            case "twice":
-                (out.sum() + self.net(another).sum()).backward()
-            case "losses":
-                later = self.net(another).sum()
-                out.sum().backward()
-                later.backward()
-            case "retained":
-                loss = out.sum()
-                loss.backward(retain_graph=True)
-                loss.backward()
-            case "evaluated":
-                with torch.no_grad():
-                    self.net(another)
-                out.sum().backward()
-            case "interleaved":  # as the micro-batches of a pipeline
-                second = self.net(another).sum()
-                out.sum().backward()
-                third = self.net(self.inputs(self._rank, index=2)).sum()
-                second.backward()
-                third.backward()
-            case "many":
-                losses = [out.sum(), *(self.net(self.inputs(self._rank, index=index)).sum() for index in MANY)]
-                for loss in losses:
-                    loss.backward()
-            case _:
-                out.sum().backward()
+        outputs: dict[int, Tensor] = {}
+        for number, (act, indices) in enumerate(WAYS[how]):
+            if act == "backward":
+                keeps_graph = how == "retained" and number + 1 < len(WAYS[how])
+                torch.autograd.backward([outputs[each].sum() for each in indices], retain_graph=keeps_graph)
+                continue
+            with torch.set_grad_enabled(act == "forward"):
+                outputs |= {each: self.net(self.inputs(self._rank, index=each)) for each in indices}
+        self.output = outputs[0].detach()
         self._trained += 1
 
     def fully_shard(self) -> None:

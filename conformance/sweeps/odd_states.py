@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from conformance.instruments.sharding import full
-from conformance.sweeps.layouts import difference
+from conformance.sweeps.layouts import difference, gathered
 from conformance.sweeps.odd_modules import in_parallel
 from conformance.sweeps.rank_trials import OddCall, OddWorld
 
@@ -49,12 +48,7 @@ class Trained:
 
     def gathered(self) -> dict[str, Tensor]:
         """Return copies of the full parameters and of the optimizer's state. A collective."""
-        state = {}
-        for name, parameter in self.model.named_parameters():
-            state[name] = full(parameter).clone()
-            for kind, value in self.optimizer.state[parameter].items():
-                state[f"{name}/{kind}"] = full(value).clone()
-        return state
+        return gathered(self.model, self.optimizer)
 
     @torch.no_grad()
     def change(self) -> None:
@@ -72,32 +66,21 @@ class Trained:
         return {name: text for name, text in differences.items() if text}
 
 
-def _taken(get: Callable[..., Any], kind: str, differing: Keywords, common: Keywords | None = None) -> OddCall:
-    """Return a call that takes a state, on the odd rank with another option, and loads it with common options."""
+def _restored(
+    kind: str, common: Keywords | None = None, *, taking: Keywords | None = None, loading: Keywords | None = None
+) -> OddCall:
+    """Return a call that takes a state and loads it with common options, and on the odd rank with others as well."""
 
     def call(world: OddWorld) -> dict[str, str]:
         trained = Trained(world)
-        options = StateDictOptions(**(common or {}), **(differing if world.is_odd else {}))
-        held = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
-        state = deepcopy(get(*held, options=options))
-        trained.change()
-        _set(trained, kind, state, StateDictOptions(**(common or {})))
-        return trained.wrong(kind)
-
-    return call
-
-
-def _loaded(kind: str, differing: Keywords, common: Keywords | None = None) -> OddCall:
-    """Return a call that takes a state with common options, and loads it, on the odd rank with another one."""
-
-    def call(world: OddWorld) -> dict[str, str]:
-        trained = Trained(world)
-        options = StateDictOptions(**(common or {}))
+        taken, loaded = (
+            StateDictOptions(**(common or {}), **((more or {}) if world.is_odd else {})) for more in (taking, loading)
+        )
         held = (trained.model,) if kind == "model" else (trained.model, trained.optimizer)
         get: Any = get_model_state_dict if kind == "model" else get_optimizer_state_dict
-        state = deepcopy(get(*held, options=options))
+        state = deepcopy(get(*held, options=taken))
         trained.change()
-        _set(trained, kind, state, StateDictOptions(**(common or {}), **(differing if world.is_odd else {})))
+        _set(trained, kind, state, loaded)
         return trained.wrong(kind)
 
     return call
@@ -110,7 +93,7 @@ def _set(trained: Trained, kind: str, state: Any, options: StateDictOptions) -> 
         set_optimizer_state_dict(trained.model, trained.optimizer, state, options=options)
 
 
-def _not_called(kind: str, options: Keywords) -> OddCall:
+def _not_called(options: Keywords) -> OddCall:
     def call(world: OddWorld) -> dict[str, str]:
         trained = Trained(world)
         if not world.is_odd:
@@ -203,34 +186,32 @@ _FULL = {"full_state_dict": True}
 _FROM_RANK_0 = {"full_state_dict": True, "broadcast_from_rank0": True}
 
 STATE_CALLS: Mapping[str, OddCall] = {
-    "get_model_state_dict: full_state_dict": _taken(get_model_state_dict, "model", _FULL),
-    "get_model_state_dict: cpu_offload": _taken(get_model_state_dict, "model", {"cpu_offload": True}),
-    "get_model_state_dict: cpu_offload of full": _taken(get_model_state_dict, "model", {"cpu_offload": True}, _FULL),
-    "get_model_state_dict: ignore_frozen_params": _taken(get_model_state_dict, "model", {"ignore_frozen_params": True}),
-    "get_model_state_dict: keep_submodule_prefixes": _taken(
-        get_model_state_dict, "model", {"keep_submodule_prefixes": False}
+    "get_model_state_dict: full_state_dict": _restored("model", taking=_FULL),
+    "get_model_state_dict: cpu_offload": _restored("model", taking={"cpu_offload": True}),
+    "get_model_state_dict: cpu_offload of full": _restored("model", _FULL, taking={"cpu_offload": True}),
+    "get_model_state_dict: ignore_frozen_params": _restored("model", taking={"ignore_frozen_params": True}),
+    "get_model_state_dict: keep_submodule_prefixes": _restored("model", taking={"keep_submodule_prefixes": False}),
+    "get_optimizer_state_dict: full_state_dict": _restored("optimizer", taking=_FULL),
+    "get_optimizer_state_dict: flatten_optimizer_state_dict": _restored(
+        "optimizer", taking={"flatten_optimizer_state_dict": True}
     ),
-    "get_optimizer_state_dict: full_state_dict": _taken(get_optimizer_state_dict, "optimizer", _FULL),
-    "get_optimizer_state_dict: flatten_optimizer_state_dict": _taken(
-        get_optimizer_state_dict, "optimizer", {"flatten_optimizer_state_dict": True}
-    ),
-    "get_optimizer_state_dict: cpu_offload of full": _taken(
-        get_optimizer_state_dict, "optimizer", {"cpu_offload": True}, _FULL
-    ),
-    "get_state_dict: full, not called": _not_called("full", _FULL),
-    "get_state_dict: sharded, not called": _not_called("sharded", {}),
-    "set_model_state_dict: full_state_dict": _loaded("model", _FULL),
-    "set_model_state_dict: strict": _loaded("model", {"strict": False}),
-    "set_model_state_dict: broadcast_from_rank0": _loaded("model", {"broadcast_from_rank0": True}, _FULL),
+    "get_optimizer_state_dict: cpu_offload of full": _restored("optimizer", _FULL, taking={"cpu_offload": True}),
+    "get_state_dict: full, not called": _not_called(_FULL),
+    "get_state_dict: sharded, not called": _not_called({}),
+    "set_model_state_dict: full_state_dict": _restored("model", loading=_FULL),
+    "set_model_state_dict: strict": _restored("model", loading={"strict": False}),
+    "set_model_state_dict: broadcast_from_rank0": _restored("model", _FULL, loading={"broadcast_from_rank0": True}),
     "set_model_state_dict: a key missing": _with_key(missing=True, options={}),
     "set_model_state_dict: a key of full missing": _with_key(missing=True, options=_FULL),
     "set_model_state_dict: a key missing, broadcast": _with_key(missing=True, options=_FROM_RANK_0),
     "set_model_state_dict: an unknown key": _with_key(missing=False, options={}),
     "set_model_state_dict: an unknown key, broadcast": _with_key(missing=False, options=_FROM_RANK_0),
-    "set_optimizer_state_dict: full_state_dict": _loaded("optimizer", _FULL),
-    "set_optimizer_state_dict: broadcast_from_rank0": _loaded("optimizer", {"broadcast_from_rank0": True}, _FULL),
-    "set_optimizer_state_dict: flatten_optimizer_state_dict": _loaded(
-        "optimizer", {"flatten_optimizer_state_dict": True}
+    "set_optimizer_state_dict: full_state_dict": _restored("optimizer", loading=_FULL),
+    "set_optimizer_state_dict: broadcast_from_rank0": _restored(
+        "optimizer", _FULL, loading={"broadcast_from_rank0": True}
+    ),
+    "set_optimizer_state_dict: flatten_optimizer_state_dict": _restored(
+        "optimizer", loading={"flatten_optimizer_state_dict": True}
     ),
     "set_state_dict: state of rank 0 alone": _from_rank_0,
     "save: a key missing": _file(lambda state, world: _save(_without_key(state) if world.is_odd else state, world)),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, spelled, varied
+from conformance.sweeps.layouts import Layout, difference, distributed, spelled, varied, without_pending
 from conformance.sweeps.operator_samples import Argument, Sample, Size, sizes
 from conformance.sweeps.operator_table import samples
 from conformance.sweeps.trials import Swept, Trials, select_samples
@@ -126,8 +126,7 @@ def _weights(output: Tensor) -> Tensor | None:
         return None
     if not isinstance(output, DTensor):
         return varied(output).to(output.device)
-    layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
-    return distributed(varied(output), output.device_mesh, layout)
+    return distributed(varied(output), output.device_mesh, without_pending(output.placements))
 
 
 def _flat(result: Any) -> list[Any]:

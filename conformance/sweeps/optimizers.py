@@ -7,7 +7,7 @@ version adds is tried without a change here.
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -167,6 +167,8 @@ def _half(default: Any) -> Any:
 
 
 Shapes = Sequence[tuple[int, ...]]
+Places = Sequence[tuple[DeviceMesh | None, Layout]]
+"""Mesh and layout of each tensor; no mesh for plain ones."""
 State = dict[str, Tensor]
 """Parameters, and tensors and numbers of the optimizer's state, by name."""
 
@@ -327,15 +329,15 @@ class Numbers:
         return cls(sampled(), [[grad * size for grad in sparse] for size in _SIZES_OF_SPARSE])
 
     def laid_out(
-        self, place: Callable[[Tensor, DeviceMesh, Layout], Tensor], mesh: DeviceMesh, setting: Setting
+        self, place: Callable[[Tensor, DeviceMesh, Layout], Tensor], parameters: Places, gradients: Places
     ) -> "Numbers":
-        """Return all numbers as `place` lays them out on a mesh."""
-        parameters = [place(p, mesh, at) for p, at in zip(self.parameters, setting.layouts, strict=False)]
-        gradients = [
-            [place(grad, mesh, at) for grad, at in zip(step_gradients, setting.gradients, strict=False)]
-            for step_gradients in self.gradients
-        ]
-        return Numbers(parameters, gradients)
+        """Return all numbers as `place` lays them out; plain tensors stay as they are."""
+
+        def placed(tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
+            pairs = zip(tensors, places, strict=False)
+            return [full if mesh is None else place(full, mesh, layout) for full, (mesh, layout) in pairs]
+
+        return Numbers(placed(self.parameters, parameters), [placed(each, gradients) for each in self.gradients])
 
 
 def _one_number_by_rank(shape: tuple[int, ...], ranks: int) -> Tensor:
@@ -384,17 +386,23 @@ def _faults(
     sample: OptimizerSample, setting: Setting, numbers: Numbers, expected: State, mesh: DeviceMesh
 ) -> dict[str, str]:
     """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
-    measured = stepped(sample, numbers.laid_out(distributed, mesh, setting))
+    parameters, gradients = ([(mesh, at) for at in layouts] for layouts in (setting.layouts, setting.gradients))
+    measured = stepped(sample, numbers.laid_out(distributed, parameters, gradients))
     if sample.is_elementwise:
-        own = replace(setting, gradients=setting.layouts)
-        expected = stepped(sample, numbers.laid_out(placed_shard, mesh, own))
+        expected = stepped(sample, numbers.laid_out(placed_shard, parameters, parameters))
+    layouts = [layout if sample.is_elementwise else None for layout in setting.layouts]
+    return state_faults(measured, expected, layouts, setting.bound(sample))
+
+
+def state_faults(
+    measured: State, expected: State, layouts: Sequence[Layout | None], bound: float | None
+) -> dict[str, str]:
+    """Return how parameters and state differ from shards in the layout of each parameter, or without it, full ones."""
     if measured.keys() != expected.keys():
         return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
-    bound = setting.bound(sample)
     faults: dict[str, str] = {}
     for name, wanted in expected.items():
-        layout = setting.layouts[int(name.rpartition(" ")[2])] if sample.is_elementwise else None
-        text = difference(measured[name], wanted, bound=bound, layout=layout)
+        text = difference(measured[name], wanted, bound=bound, layout=layouts[int(name.rpartition(" ")[2])])
         if text:
             faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {text}")
     return faults

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
-    DTensor,
     Placement,
     Replicate,
     Shard,
@@ -35,7 +34,8 @@ from torch.distributed.tensor.parallel import (
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, shard_of, spelled, varied
+from conformance.sweeps.layouts import Layout, distributed, integers, placed_shard, spelled
+from conformance.sweeps.module_outcomes import Expectation, Outcome, computed, differences, placed_seeds, with_integers
 from conformance.sweeps.operator_samples import Size, sizes
 from conformance.sweeps.trials import Swept, Trials, select_samples
 
@@ -94,29 +94,16 @@ def style_samples() -> Iterator[ParallelSample]:
     yield from _prepared()
 
 
-def integers(*shape: int, low: int = -2, high: int = 2, seed: int = 0) -> Tensor:
-    """Return integers from `low` to `high`, in fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, shape, generator=generator).float()
-
-
-def _with_integers(module: nn.Module) -> nn.Module:
-    """Return the module with weights that are small integers."""
-    for seed, parameter in enumerate(module.parameters(), 1):
-        parameter.data = integers(*parameter.shape, seed=seed).to(parameter.dtype)
-    return module
-
-
 def _linear_of(has_bias: bool, sizes: Letters) -> nn.Module:
-    return _with_integers(nn.Linear(sizes["a"], sizes["b"], bias=has_bias))
+    return with_integers(nn.Linear(sizes["a"], sizes["b"], bias=has_bias))
 
 
 def _embedding_of(padding: int | None, sizes: Letters) -> nn.Module:
-    return _with_integers(nn.Embedding(sizes["b"], sizes["a"], padding_idx=padding))
+    return with_integers(nn.Embedding(sizes["b"], sizes["a"], padding_idx=padding))
 
 
 def _norm_of(make: Callable[[int], nn.Module], _sizes: Letters) -> nn.Module:
-    return _with_integers(make(4))
+    return with_integers(make(4))
 
 
 def _linear() -> Iterator[ParallelSample]:
@@ -404,15 +391,6 @@ def _sizes(ranks: int) -> Sequence[Size]:
     return ("even", "uneven") if ranks == 2 else ("uneven", "empty")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Output of a module, and gradients of its inputs and its parameters."""
-
-    output: Tensor
-    inputs: Sequence[Tensor | None]
-    parameters: dict[str, Tensor | None]
-
-
 def _try_size(trials: Trials, sample: ParallelSample, size: Size, *, is_compiled: bool = False) -> None:
     """Try a sample with DTensors and, if all ranks have equal shards, with plain tensors."""
     ranks = trials.mesh.size(trials.mesh.ndim - 1)
@@ -421,7 +399,7 @@ def _try_size(trials: Trials, sample: ParallelSample, size: Size, *, is_compiled
     if not _is_even(full[0], sample.inner, ranks):
         return
     are_even = all(_is_even(x, layout, ranks) for x, layout in zip(full, sample.given, strict=True))
-    expected = _outcome(sample.module(letters), full)
+    expected = computed(sample.module(letters), full)
     for is_plain in [False] * sample.takes_dtensors + [True] * (sample.takes_plain and are_even):
         kind = f"{size} shards of {'plain tensors' if is_plain else 'DTensors'}"
         call = partial(_faults, sample, letters, full, expected, is_plain, is_compiled)
@@ -434,22 +412,6 @@ def _is_even(full: Tensor, layout: Layout, ranks: int) -> bool:
     With unequal ones gloo ends the process, see findings/uneven_shards_as_plain_tensors.py.
     """
     return all(full.size(at.dim) % ranks == 0 for at in layout if isinstance(at, Shard))
-
-
-def _outcome(
-    module: nn.Module,
-    given: Sequence[Tensor],
-    seed: Callable[[Tensor], Tensor] = varied,
-    forward: Callable[..., Tensor] | None = None,
-) -> Outcome:
-    """Compute the module, or `forward` in its place, and backward from the output's gradient that `seed` returns."""
-    inputs = [x.requires_grad_(x.is_floating_point()) for x in given]
-    output = (module if forward is None else forward)(*inputs)
-    gradient = seed(output)
-    if output.requires_grad and gradient.shape == output.shape:
-        torch.autograd.backward(output, gradient)
-    parameters = {name: p.grad for name, p in module.named_parameters()}
-    return Outcome(output.detach(), [x.grad for x in inputs], parameters)
 
 
 def _faults(
@@ -467,62 +429,14 @@ def _faults(
         parallelize_module(module, mesh, sample.style)
     place = placed_shard if is_plain else distributed
     given = [place(x.detach(), mesh, at) for x, at in zip(full, sample.given, strict=True)]
-    forward = _compiled(module) if is_compiled else None
+    out = Expectation(sample.is_local, sample.output, sample.bound)
     with sample.within():
-        measured = _outcome(module, given, partial(_seed, sample, expected, mesh), forward)
-    return dict(_differences(sample, measured, expected, mesh))
+        seeds = partial(placed_seeds, expected=expected, out=out, mesh=mesh)
+        measured = computed(module, given, seeds, forward=_compiled(module) if is_compiled else None)
+    return dict(differences(measured, expected, sample.given, out, mesh))
 
 
 def _compiled(module: nn.Module) -> Callable[..., Tensor]:
     """Return the compiled module, as if it were the first of the process; its operators are those of eager mode."""
     torch.compiler.reset()
     return torch.compile(module, backend="aot_eager")
-
-
-def _seed(sample: ParallelSample, expected: Outcome, mesh: DeviceMesh, output: Tensor) -> Tensor:
-    """Return the gradient of the output of a sharded module, laid out as the output is."""
-    seed = varied(expected.output)
-    if isinstance(output, DTensor):
-        layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
-        return distributed(seed, mesh, layout)
-    return placed_shard(seed, mesh, sample.output or ())
-
-
-def _differences(
-    sample: ParallelSample, measured: Outcome, expected: Outcome, mesh: DeviceMesh
-) -> Iterator[tuple[str, str]]:
-    output = measured.output
-    if sample.is_local == isinstance(output, DTensor):
-        yield "type", type(output).__name__
-        return
-    if isinstance(output, DTensor) and sample.output is not None and not _is_laid_out(output, sample.output):
-        yield "layout", f"{spelled(output.placements)}, expected {spelled(sample.output)}"
-    pairs: dict[str, tuple[Tensor | None, Tensor | None, Layout | None]] = {
-        "output": (output, expected.output, sample.output),
-        **{
-            f"gradient of input {index}": each
-            for index, each in enumerate(zip(measured.inputs, expected.inputs, sample.given, strict=True))
-        },
-        **{f"gradient of {name}": (measured.parameters[name], p, None) for name, p in expected.parameters.items()},
-    }
-    for name, (sharded, full_tensor, layout) in pairs.items():
-        text = _difference(sharded, full_tensor, layout, mesh, bound=sample.bound)
-        if text:
-            yield name, text
-
-
-def _is_laid_out(tensor: DTensor, layout: Layout) -> bool:
-    """Return whether a tensor has a layout, in which dimensions may be counted from the last."""
-    dims = [at.dim % tensor.ndim if isinstance(at, Shard) else None for at in layout]
-    return dims == [at.dim if isinstance(at, Shard) else None for at in tensor.placements]
-
-
-def _difference(
-    measured: Tensor | None, expected: Tensor | None, layout: Layout | None, mesh: DeviceMesh, *, bound: float
-) -> str:
-    """Return the difference of an output or gradient; a plain tensor is a shard of the layout."""
-    if measured is None or expected is None:
-        return "" if measured is expected else f"{measured}, expected {expected}"
-    if not isinstance(measured, DTensor) and layout is not None:
-        expected = shard_of(expected, mesh, layout)
-    return difference(measured, expected, bound=bound)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import checkpoint
 
-Options = Mapping[str, Any]
-"""Values of options by the names that `pipelines.OPTIONS` has."""
+from conformance.sweeps.covering_sweep import Options
+from conformance.sweeps.layouts import integers
 
 WIDTH, LENGTH = 4, 2
 ROWS = 2
@@ -40,9 +40,8 @@ class Layout(NamedTuple):
     micro_batches: int
 
 
-def integers(*shape: int, seed: int, largest: int = 1) -> Tensor:
-    """Return integers from -largest to largest, of a shape, in fp32."""
-    return torch.randint(-largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+def _ones(*shape: int, seed: int) -> Tensor:
+    return integers(*shape, low=-1, high=1, seed=seed)
 
 
 class Stage(nn.Module):
@@ -55,9 +54,9 @@ class Stage(nn.Module):
         self._placement = placement
         self.index, self.is_last, self.options = index, index == layout.stages - 1, options
         order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(index))
-        signs = 2.0 * (integers(WIDTH, seed=index) > 0) - 1
+        signs = 2.0 * (_ones(WIDTH, seed=index) > 0) - 1
         self.weight = nn.Parameter(torch.diag(signs)[order])
-        self.bias = nn.Parameter(integers(WIDTH, seed=100 + index))
+        self.bias = nn.Parameter(_ones(WIDTH, seed=100 + index))
         self.register_buffer("counted", torch.zeros(()))
         self.calls: Counter[str] = Counter()
         if FREEZES[options["frozen"]](index, layout.stages):
@@ -152,8 +151,8 @@ class Batch:
     def of(cls, call: int, replica: int, layout: Layout, options: Options) -> "Batch":
         """Return the arguments of a call on the stages of a data-parallel replica."""
         rows, seed = layout.micro_batches * ROWS, 1000 * replica + 10 * call
-        x, offset = integers(rows, LENGTH, WIDTH, seed=seed), integers(rows, LENGTH, WIDTH, seed=seed + 1)
-        target = integers(rows, LENGTH, WIDTH, seed=seed + 2)
+        x, offset = _ones(rows, LENGTH, WIDTH, seed=seed), _ones(rows, LENGTH, WIDTH, seed=seed + 1)
+        target = _ones(rows, LENGTH, WIDTH, seed=seed + 2)
         if options["chunk_specs"] == "along dim 1":
             x, offset = x.transpose(0, 1).contiguous(), offset.transpose(0, 1).contiguous()
         choices: dict[str, dict[str, Any]] = {

@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import Replicate, Shard, distribute_module
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
-from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options
-from conformance.sweeps.layouts import distributed, placed_shard
+from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, needs
+from conformance.sweeps.layouts import difference, distributed
 from conformance.sweeps.pipeline_stages import (
     Batch,
     Layout,
@@ -106,40 +105,32 @@ def _lacks(row: Options) -> bool:
     return lacks or (fixed and row["stages_per_rank"] != "usual")
 
 
-def _goes_without_dtensors(row: Options, option: str) -> bool:
-    return row["second_dim"] in DTENSORS and row[option] != OPTIONS[option][0]
-
-
 RULES = (
     Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
     # FSDP calls hooks on the gradients of shards.
-    Rule(
-        ("stage", "second_dim"),
-        lambda row: row["stage"] == "parameter hooks" and row["second_dim"] != "none",
-    ),
+    forbids("stage", "second_dim", when=lambda stage, parallel: stage == "parameter hooks" and parallel != "none"),
     # DTensors meet schedules, calls and losses: static metadata, among others, would need the layouts of gradients.
-    *(
-        Rule(("second_dim", option), partial(_goes_without_dtensors, option=option))
-        for option in ("metadata", "kwargs", "passed", "outputs", "frozen", "input_requires_grad", "stage")
+    *needs(
+        OPTIONS,
+        *(
+            (option, "second_dim", *(value for value in OPTIONS["second_dim"] if value not in DTENSORS))
+            for option in ("metadata", "kwargs", "passed", "outputs", "frozen", "input_requires_grad", "stage")
+        ),
     ),
-    Rule(
-        ("second_dim", "chunk_specs"),
-        lambda row: row["second_dim"] in DTENSORS and row["chunk_specs"] == "along dim 1",
-    ),
+    forbids("second_dim", "chunk_specs", when=lambda parallel, specs: parallel in DTENSORS and specs == "along dim 1"),
     # A pipeline of two stages trains nothing.
-    Rule(("calls", "frozen"), lambda row: "freeze first" in row["calls"] and row["frozen"] in ("second", "last")),
-    # Specs of nested inputs have their structure; integers have no second dimension.
-    Rule(("kwargs", "chunk_specs"), lambda row: row["kwargs"] == "nested" and row["chunk_specs"] != "default"),
-    Rule(
-        ("passed", "chunk_specs"),
-        lambda row: row["passed"] == "without gradient" and row["chunk_specs"] == "along dim 1",
+    forbids("calls", "frozen", when=lambda calls, frozen: "freeze first" in calls and frozen in ("second", "last")),
+    # Specs of nested inputs have their structure.
+    forbids("kwargs", "chunk_specs", when=lambda kwargs, specs: kwargs == "nested" and specs != "default"),
+    # Integers have no second dimension; process groups send contiguous tensors alone, which chunks along it are not.
+    forbids(
+        *("passed", "chunk_specs"),
+        when=lambda passed, specs: passed in ("without gradient", "input") and specs == "along dim 1",
     ),
-    # Process groups send contiguous tensors alone, and chunks along another dimension are not.
-    Rule(("passed", "chunk_specs"), lambda row: row["passed"] == "input" and row["chunk_specs"] == "along dim 1"),
     # A deferred receive may take the message of another, and one of another size ends the process.
-    Rule(("passed", "defer_pp_recv"), lambda row: row["passed"] == "without gradient" and row["defer_pp_recv"]),
+    forbids("passed", "defer_pp_recv", when=lambda passed, defers: passed == "without gradient" and defers),
     # Rounded gradients.
-    Rule(("passed", "loss_fn"), lambda row: row["passed"] == "bf16" and row["loss_fn"] in ("sum", "keyword")),
+    forbids("passed", "loss_fn", when=lambda passed, loss: passed == "bf16" and loss in ("sum", "keyword")),
 )
 
 
@@ -349,17 +340,8 @@ def _tensors_faults(
 
 
 def _tensor_faults(fault: str, name: str, measured: Tensor | None, wanted: Tensor | None) -> Iterator[tuple[str, str]]:
-    if measured is None or wanted is None:
-        if measured is not wanted:
-            yield fault, f"{name}: there is {'none' if measured is None else 'one'}"
-        return
-    if isinstance(measured, DTensor) and any(at.is_partial() for at in measured.placements):
-        measured = full(measured)
-    if isinstance(measured, DTensor):
-        wanted = placed_shard(wanted, measured.device_mesh, measured.placements)
-    shard = local(measured)
-    if shard.dtype != wanted.dtype or shard.shape != wanted.shape or not torch.equal(shard, wanted):
-        yield fault, f"{name} {shard.flatten()[:6].tolist()}, expected {wanted.flatten()[:6].tolist()}"
+    if text := difference(measured, wanted, bound=0.0):
+        yield fault, f"{name}: {text}"
 
 
 _HALVING = ("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -421,7 +403,7 @@ SUSPECTS: tuple[Options, ...] = (
     *REFUSALS,
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
-DRAWN = 40
+FEW_ROWS = 40
 """Number of rows for which each commit has time."""
 
 
@@ -432,9 +414,9 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 @experiment(needs=Needs.TRAINING)
-def drawn(rank: RankWorld) -> Swept:
+def few_rows(rank: RankWorld) -> Swept:
     """Call schedules in a few of these rows, which the seed draws; rows that fail in torch are left out."""
-    return sweep_on(_mesh_of(rank), rank.subjects, limit=DRAWN, seed=rank.config.seed)
+    return sweep_on(_mesh_of(rank), rank.subjects, limit=FEW_ROWS, seed=rank.config.seed)
 
 
 def sweep_on(mesh: DeviceMesh, subjects: Collection[str], *, limit: int | None = None, seed: int = 0) -> Swept:

@@ -5,7 +5,7 @@ one; with the default seed there is one model of few arrangements.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
+from conformance.sweeps.layouts import Layout, difference, distributed, gathered, placed_shard
 from conformance.sweeps.mesh_blocks import (
     ARRANGEMENTS,
     COLUMNS,
@@ -45,8 +45,8 @@ from conformance.sweeps.optimizers import (
     BOUND_OF_REPLICAS,
     Numbers,
     OptimizerSample,
-    State,
     optimizer_samples,
+    state_faults,
     stepped,
 )
 from conformance.sweeps.trials import Swept, Trials, select_samples
@@ -258,41 +258,13 @@ def _step_faults(sample: OptimizerSample, layouts: _Placed, meshes: Meshes) -> d
         placed = [each for each in placed[::2] if all(getattr(at, "dim", 0) < 2 for at in each[1])]
         shapes = [(EXPERTS, ROWS)] * len(placed)
     numbers = Numbers.of(shapes, sample, meshes.flat.size())
-    measured = stepped(sample, _laid_out(numbers, placed, distributed))
-    own = _laid_out(numbers, placed, placed_shard) if sample.is_elementwise else numbers
+    measured = stepped(sample, numbers.laid_out(distributed, placed, placed))
+    own = numbers.laid_out(placed_shard, placed, placed) if sample.is_elementwise else numbers
     expected = stepped(sample, own)
-    if measured.keys() != expected.keys():
-        return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
     has_replicas = any(at.is_replicate() for _, layout in placed for at in layout)
     bound = BOUND_OF_REPLICAS if sample.is_muon and has_replicas else sample.bound or None
-    return dict(_unequal(measured, expected, placed, bound, by_shard=sample.is_elementwise))
-
-
-def _laid_out(
-    numbers: Numbers,
-    placed: list[tuple[DeviceMesh | None, Layout]],
-    place: Callable[[Tensor, DeviceMesh, Layout], Tensor],
-) -> Numbers:
-    def each(tensors: Any) -> list[Tensor]:
-        pairs = zip(tensors, placed, strict=True)
-        return [full if mesh is None else place(full, mesh, layout) for full, (mesh, layout) in pairs]
-
-    return Numbers(each(numbers.parameters), [each(gradients) for gradients in numbers.gradients])
-
-
-def _unequal(
-    measured: State,
-    expected: State,
-    placed: list[tuple[DeviceMesh | None, Layout]],
-    bound: float | None,
-    *,
-    by_shard: bool,
-) -> Iterator[tuple[str, str]]:
-    for name, wanted in expected.items():
-        mesh, layout = placed[int(name.rpartition(" ")[2])]
-        text = difference(measured[name], wanted, bound=bound, layout=layout if by_shard and mesh else None)
-        if text:
-            yield "parameter" if name.startswith("parameter") else "state", f"{name}: {text}"
+    layouts_of_shards = [layout if sample.is_elementwise and mesh else None for mesh, layout in placed]
+    return state_faults(measured, expected, layouts_of_shards, bound)
 
 
 FORMS: Mapping[str, StateDictOptions] = {
@@ -321,7 +293,7 @@ def _checkpoint_faults(
     exchanged = (*arrangements[1:], arrangements[0])
     target, other = _stepped(Model(exchanged, meshes), scale=-2.0)
     group = meshes.flat.get_group()
-    expected = _gathered(source, optimizer)
+    expected = gathered(source, optimizer)
     content: Any = dict(zip(("model", "optimizer"), get_state_dict(source, optimizer, options=options), strict=True))
     if options.full_state_dict:
         into = content
@@ -330,7 +302,7 @@ def _checkpoint_faults(
         into = dict(zip(("model", "optimizer"), get_state_dict(target, other, options=options), strict=True))
         load(into, checkpoint_id=directory, process_group=group)
     set_state_dict(target, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"], options=options)
-    measured = _gathered(target, other)
+    measured = gathered(target, other)
     wrong = [name for name in expected.keys() | measured.keys() if not _same(measured.get(name), expected.get(name))]
     faults: dict[str, str] = {}
     for name in sorted(wrong):
@@ -356,13 +328,3 @@ def _stepped(model: Model, *, scale: float = 1.0) -> tuple[Model, torch.optim.Op
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
     optimizer.step()
     return model, optimizer
-
-
-def _gathered(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return copies of the full parameters, and of the optimizer's state by name and kind. A collective."""
-    gathered = {}
-    for name, parameter in model.named_parameters():
-        gathered[name] = full(parameter).clone()
-        for kind, value in optimizer.state[parameter].items():
-            gathered[f"{name}/{kind}"] = full(value).clone()
-    return gathered

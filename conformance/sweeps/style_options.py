@@ -5,7 +5,7 @@ kept of one call must not serve another. Inputs are DTensors in the declared lay
 plain shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,12 +26,12 @@ from conformance.sweeps.interface_sweep import (
     SIZES,
     Faults,
     Interface,
-    integers,
     layout_of,
     shape_of,
     swept_interfaces,
 )
-from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, shard_of, spelled, varied
+from conformance.sweeps.layouts import Layout, distributed, integers, placed_shard
+from conformance.sweeps.module_outcomes import Expectation, Outcome, computed, differences, placed_seeds, with_integers
 from conformance.sweeps.trials import Swept, Trials
 
 _CALLS = 3
@@ -93,81 +93,25 @@ class Call:
     """True for inputs that are given as plain shards."""
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """Outputs of a parallel module."""
-
-    is_local: bool
-    layout: Layout | None
-    """Required layout, or that of the shards that plain outputs are; None for any."""
-    bound: float = 0.0
+def _calls(x: Callable[[int], Tensor], at: Layout, *, is_plain: bool) -> Iterator[Call]:
+    """Yield the calls of a module with one input, from a function of the number of the call."""
+    for more in range(_CALLS):
+        yield Call([x(more)], {}, [at], [is_plain])
 
 
 def _compared(
-    single: nn.Module, module: nn.Module, calls: Iterator[Call], out: Expectation, mesh: DeviceMesh
+    single: nn.Module, module: nn.Module, calls: Iterable[Call], out: Expectation, mesh: DeviceMesh
 ) -> Faults:
-    """Call both modules, compare outputs, and gradients of inputs and parameters at the end."""
+    """Call both modules, and compare outputs and gradients after each call."""
     for call in calls:
-        full = [*call.args, *call.kwargs.values()]
-        expected_inputs = [x.clone().requires_grad_() for x in full]
-        inputs = [
-            (placed_shard if plain else distributed)(x, mesh, at).requires_grad_()
-            for x, at, plain in zip(full, call.layouts, call.is_plain, strict=True)
+        full, names = [*call.args, *call.kwargs.values()], [*call.kwargs]
+        expected = computed(single, full, names=names)
+        given = [
+            (placed_shard if is_plain else distributed)(x, mesh, at)
+            for x, at, is_plain in zip(full, call.layouts, call.is_plain, strict=True)
         ]
-        expected, outputs = (_outputs(each, x, call) for each, x in ((single, expected_inputs), (module, inputs)))
-        for wanted, output in zip(expected, outputs, strict=True):
-            yield from _compared_output(output, wanted, out, mesh)
-        torch.autograd.backward(expected, [varied(x) for x in expected])
-        torch.autograd.backward(
-            outputs, [_seed(x, wanted, out, mesh) for x, wanted in zip(outputs, expected, strict=True)]
-        )
-        for index, (x, wanted) in enumerate(zip(inputs, expected_inputs, strict=True)):
-            yield from _compared_gradient(f"gradient of input {index}", x, wanted, call.layouts[index], out, mesh)
-    for name, parameter in module.named_parameters():
-        yield from _compared_gradient(f"gradient of {name}", parameter, single.get_parameter(name), None, out, mesh)
-
-
-def _outputs(module: nn.Module, inputs: Sequence[Tensor], call: Call) -> list[Tensor]:
-    count = len(call.args)
-    output = module(*inputs[:count], **dict(zip(call.kwargs, inputs[count:], strict=True)))
-    return [*output] if isinstance(output, tuple) else [output]
-
-
-def _compared_output(output: Tensor, expected: Tensor, out: Expectation, mesh: DeviceMesh) -> Faults:
-    if isinstance(output, DTensor) == out.is_local:
-        yield "type", type(output).__name__
-        return
-    if isinstance(output, DTensor):
-        layout = tuple(Shard(at.dim % output.ndim) if isinstance(at, Shard) else at for at in out.layout or ())
-        if out.layout is not None and tuple(output.placements) != layout:
-            yield "layout", f"{spelled(output.placements)}, expected {spelled(layout)}"
-        text = difference(output, expected, bound=out.bound)
-    else:
-        text = difference(output, shard_of(expected, mesh, out.layout or ()), bound=out.bound)
-    if text:
-        yield "output", text
-
-
-def _seed(output: Tensor, expected: Tensor, out: Expectation, mesh: DeviceMesh) -> Tensor:
-    if not isinstance(output, DTensor):
-        return placed_shard(varied(expected), mesh, out.layout or ())
-    layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
-    return distributed(varied(expected), mesh, layout)
-
-
-def _compared_gradient(
-    fault: str, measured: Tensor, expected: Tensor, layout: Layout | None, out: Expectation, mesh: DeviceMesh
-) -> Faults:
-    own, wanted = measured.grad, expected.grad
-    if own is None or wanted is None:
-        if own is not wanted:
-            yield fault, f"{own}, expected {wanted}"
-        return
-    if not isinstance(own, DTensor) and layout is not None:
-        wanted = shard_of(wanted, mesh, layout)
-    text = difference(own, wanted, bound=out.bound)
-    if text:
-        yield fault, text
+        measured = computed(module, given, partial(placed_seeds, expected=expected, out=out, mesh=mesh), names=names)
+        yield from differences(measured, expected, call.layouts, out, mesh)
 
 
 # Prepared inputs and outputs
@@ -214,7 +158,8 @@ def _prepared_otherwise(options: Options, mesh: DeviceMesh) -> Faults:
     full = integers(*shape_of(options["size"], mesh))
     given = distributed(full, mesh, layout_of(_OTHERWISE[text]))
     output = parallelize_module(nn.Identity(), mesh, style)(given)
-    yield from _compared_output(output, full, Expectation(is_local, layout), mesh)
+    measured, expected = Outcome([output], [], {}), Outcome([full], [], {})
+    yield from differences(measured, expected, [], Expectation(is_local, layout), mesh)
 
 
 def _prepare_output() -> Interface:
@@ -366,12 +311,6 @@ def _prepared_call(
 # Styles that shard parameters
 
 
-def _with_integers(module: nn.Module) -> nn.Module:
-    for seed, parameter in enumerate(module.parameters(), 1):
-        parameter.data = integers(*parameter.shape, seed=seed).to(parameter.dtype)
-    return module
-
-
 def _sharding_styles() -> Iterator[Interface]:
     shards = {"ColwiseParallel": ("R", "S0", "S-1"), "RowwiseParallel": ("S-1", "R", "S0")}
     for name, inputs in shards.items():
@@ -396,7 +335,7 @@ def _sharding_styles() -> Iterator[Interface]:
 def _sharded(name: str, options: Options, mesh: DeviceMesh) -> Faults:
     ranks = mesh.size()
     columns = {"even": 2 * ranks, "uneven": 2 * ranks + 1, "few": max(1, ranks - 1)}[options["size"]]
-    single, module = (_with_integers(nn.Linear(columns, columns, bias=options["bias"])) for _ in range(2))
+    single, module = (with_integers(nn.Linear(columns, columns, bias=options["bias"])) for _ in range(2))
     for each in (single, module):
         each.get_parameter("weight").requires_grad_(not options["frozen"])
     arguments = {
@@ -411,13 +350,11 @@ def _sharded(name: str, options: Options, mesh: DeviceMesh) -> Faults:
     )
     at = _OTHERWISE[declared] if options["given"] == "otherwise" else declared
 
-    def calls() -> Iterator[Call]:
-        for more in range(_CALLS):
-            x = integers(shape_of(options["size"], mesh, more)[0], columns, seed=more)
-            yield Call([x], {}, [layout_of(at)], [options["given"] == "plain"])
+    def x(more: int) -> Tensor:
+        return integers(shape_of(options["size"], mesh, more)[0], columns, seed=more)
 
-    out = Expectation(options["use_local_output"], layout_of(output))
-    yield from _compared(single, module, calls(), out, mesh)
+    calls = _calls(x, layout_of(at), is_plain=options["given"] == "plain")
+    yield from _compared(single, module, calls, Expectation(options["use_local_output"], layout_of(output)), mesh)
 
 
 def _sequence_parallel() -> Interface:
@@ -439,21 +376,19 @@ _SEQUENCED: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def _sequenced(options: Options, mesh: DeviceMesh) -> Faults:
-    single, module = (_with_integers(_SEQUENCED[options["module"]]()) for _ in range(2))
+    single, module = (with_integers(_SEQUENCED[options["module"]]()) for _ in range(2))
     dim = options["sequence_dim"]
     style = parallel.SequenceParallel(sequence_dim=dim, use_local_output=options["use_local_output"])
     parallelize_module(module, mesh, style)
     at: Layout = (Replicate() if options["given"] == "otherwise" else Shard(dim),)
 
-    def calls() -> Iterator[Call]:
-        for more in range(_CALLS):
-            x = integers(*shape_of(options["size"], mesh, more), 4, seed=more).double()
-            yield Call([x], {}, [at], [options["given"] == "plain"])
+    def x(more: int) -> Tensor:
+        return integers(*shape_of(options["size"], mesh, more), 4, seed=more).double()
 
     # Where some ranks have no shard, torch may replicate; only the numbers are promised.
     layout: Layout | None = None if options["size"] == "few" else (Shard(dim),)
     out = Expectation(options["use_local_output"], layout, bound=_ROUNDINGS)
-    yield from _compared(single, module, calls(), out, mesh)
+    yield from _compared(single, module, _calls(x, at, is_plain=options["given"] == "plain"), out, mesh)
 
 
 # Plans
@@ -466,7 +401,7 @@ class _Block(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.last = nn.Linear(8, 8)
-        _with_integers(self)
+        with_integers(self)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -520,12 +455,12 @@ def _planned(options: Options, mesh: DeviceMesh) -> Faults:
     else:
         parallelize_module(module, mesh, plan, src_data_rank=data_rank)
 
-    def calls() -> Iterator[Call]:
-        for more in range(_CALLS):
-            x = integers(shape_of(options["size"], mesh, more)[0], 8, seed=more)
-            yield Call([x], {}, [(Replicate(),)], [False])
+    def x(more: int) -> Tensor:
+        return integers(shape_of(options["size"], mesh, more)[0], 8, seed=more)
 
-    yield from _compared(single, module, calls(), Expectation(False, (Replicate(),)), mesh)
+    replicated = (Replicate(),)
+    calls = _calls(x, replicated, is_plain=False)
+    yield from _compared(single, module, calls, Expectation(False, replicated), mesh)
 
 
 # Sharded activations
@@ -548,7 +483,7 @@ def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
     Others end the process, see findings/input_reshard_of_uneven_rows.py.
     """
     columns = 2 * mesh.size()
-    single, module = (_with_integers(nn.Linear(columns, columns)) for _ in range(2))
+    single, module = (with_integers(nn.Linear(columns, columns)) for _ in range(2))
     if options["given"] == "DTensor":
         distribute_module(module, mesh)
     for each in (single, module):
@@ -556,10 +491,9 @@ def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
     dim = options["input_reshard_dim"]
     input_reshard(module, mesh, **({} if dim == OMITTED else {"input_reshard_dim": dim}))
 
-    def calls() -> Iterator[Call]:
-        for more in range(_CALLS):
-            x = integers(shape_of("even", mesh, more)[0], columns, seed=more)
-            yield Call([x], {}, [(Replicate(),)], [options["given"] == "plain"])
+    def x(more: int) -> Tensor:
+        return integers(shape_of("even", mesh, more)[0], columns, seed=more)
 
-    out = Expectation(options["given"] == "plain", (Replicate(),))
-    yield from _compared(single, module, calls(), out, mesh)
+    is_plain, replicated = options["given"] == "plain", (Replicate(),)
+    calls = _calls(x, replicated, is_plain=is_plain)
+    yield from _compared(single, module, calls, Expectation(is_plain, replicated), mesh)

@@ -89,6 +89,14 @@ class Swept(msgspec.Struct, kw_only=True):
         """Count a case."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
+    def add_failure(self, subject: str, ended: "Ended", kind: str) -> None:
+        """Record how a refused or wrong case ended, the only one of its subject."""
+        if ended.end is End.ERROR and ended.error is not None:
+            self.computed[subject], self.refused[subject] = 0, 1
+            self.errors[subject] = {spelled_error(ended.error): 1}
+        for fault, text in ended.faults.items():
+            self.wrong.append(Wrong(subject=subject, fault=fault, kind=kind, cases=1, example=text))
+
     def add(self, other: "Swept") -> None:
         """Add the cases of another sweep, whose subjects are others."""
         for outcome, cases in other.outcomes.items():
@@ -125,6 +133,15 @@ class Ended:
         """Outcome of the case."""
         return "right" if self.end is End.RIGHT else "refused" if self.end is End.ERROR else "wrong"
 
+    def judged(self, *, may_refuse: bool) -> "Ended":
+        """Return the end with the fault that an error on all ranks is, since documented calls must not raise there.
+
+        Unless the call may refuse.
+        """
+        if may_refuse or self.end is not End.ERROR:
+            return self
+        return Ended(End.WRONG, self.error, {REFUSAL: f"{self.error!r:.300}"})
+
 
 @dataclass
 class Trials:
@@ -159,7 +176,7 @@ class Trials:
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
             return False
-        ended = self.ended(call, may_refuse=may_refuse)
+        ended = self.ended(call).judged(may_refuse=may_refuse)
         self._swept.count(ended.outcome)
         if ended.end is End.ERROR:
             self._swept.refused[subject] += 1
@@ -185,16 +202,11 @@ class Trials:
             self._note(subject, kind, "no shards", {WITHOUT_EXPECTATION: f"{error!r:.150}"})
             return None
 
-    def ended(self, call: Call, *, may_refuse: bool = True) -> Ended:
-        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end.
-
-        An error on all ranks is a fault unless the call may refuse.
-        """
+    def ended(self, call: Call) -> Ended:
+        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end."""
         for _ in _WAIT_LIMITS_S:
             error, faults = _called(call, self.mesh)
             ends = _ends(error, faults)
-            if set(ends) == {End.ERROR} and not may_refuse:
-                return Ended(End.WRONG, error, {REFUSAL: f"{error!r:.300}"})
             if set(ends) <= {End.RIGHT, End.WRONG} or set(ends) == {End.ERROR}:
                 return Ended(max(ends), error, faults)
             self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])

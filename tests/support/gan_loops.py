@@ -68,14 +68,6 @@ class DiscriminatorStepsLater(DiscriminatorSteps):
     order = ("generator", "discriminator")
 
 
-class TwoStepsOfDiscriminator(Trainer):
-    """Trainer that is right, and takes two steps of the discriminator for one of the generator."""
-
-    def train_step(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
-        yield self.turn("discriminator", self.loss_of_discriminator, micro_batches)
-        yield from super().train_step(micro_batches)
-
-
 class OtherClipped(Trainer):
     """Trainer that clips the generator's gradients where the discriminator's should be."""
 
@@ -161,7 +153,7 @@ right, nothing_forgotten, not_detached = loop(Trainer), loop(NothingForgotten), 
 not_reduced, generator_first, gathered_twice = loop(NotReduced), loop(GeneratorFirst), loop(GatheredTwice)
 one_forgotten = loop(OneForgotten)
 discriminator_steps, discriminator_steps_later = loop(DiscriminatorSteps), loop(DiscriminatorStepsLater)
-two_steps_of_discriminator, other_clipped = loop(TwoStepsOfDiscriminator), loop(OtherClipped)
+other_clipped = loop(OtherClipped)
 scheduled, schedule_not_loaded, moments_not_loaded = (
     loop(each, scheduler=halving, resumes=True) for each in (Scheduled, ScheduleNotLoaded, MomentsNotLoaded)
 )

@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from conformance.subjects import LoopConfig, own_loop
-from tests.support.own_loops import Batch, LocalClip, Scaled, Trainer, batch, loop, loss, sharded, total
+from tests.support.own_loops import (
+    Batch,
+    Scaled,
+    Trainer,
+    altered,
+    batch,
+    clip_by_own_shards,
+    loop,
+    loss,
+    sharded,
+    total,
+)
 from tests.support.plain_script import Net
 
 DATA: Any = [batch(torch.Generator().manual_seed(seed)) for seed in range(64)]
@@ -41,52 +52,30 @@ def moved(each: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in each.items()}
 
 
-class OnDeviceLocalClip(OnDevice):
-    def clip(self) -> None:
-        LocalClip.clip(self)  # type: ignore[arg-type]
-
-
 # Compiled, or computed again in backward
 
 
-class CompiledWhole(Trainer):
-    def shard(self, model: Any) -> Any:
-        return torch.compile(sharded(model), backend="aot_eager")
+def shard_compiled(_trainer: Trainer, model: Any) -> Any:
+    return torch.compile(sharded(model), backend="aot_eager")
 
 
-class CompiledBlocks(Trainer):
-    def shard(self, model: Any) -> Any:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        return sharded(model)
+def shard_compiled_blocks(_trainer: Trainer, model: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return sharded(model)
 
 
-class CompiledWholeLocalClip(LocalClip, CompiledWhole):
-    pass
+def shard_reentrant(_trainer: Trainer, model: Any) -> Any:
+    """Compute blocks again inside of a backward pass in the backward pass."""
+    for block in model.blocks:
+        recomputed(block)
+    return sharded(model)
 
 
-class CompiledBlocksUnreduced(CompiledBlocks):
-    """Trainer that switches gradient synchronisation off and never on, although a compiled block cannot show it."""
-
-    def sync(self, is_last: bool) -> None:
-        self.model.blocks[0].set_requires_gradient_sync(False)
-
-
-class Reentrant(Trainer):
-    """Trainer that computes blocks again inside of a backward pass in the backward pass."""
-
-    def shard(self, model: Any) -> Any:
-        for block in model.blocks:
-            recomputed(block)
-        return sharded(model)
-
-
-class ReentrantEmbedding(Trainer):
-    """Trainer that computes the embedding again, too, whose input has no gradient: reentrant, it gets none itself."""
-
-    def shard(self, model: Any) -> Any:
-        recomputed(model.embedding)
-        return sharded(model)
+def shard_reentrant_embedding(_trainer: Trainer, model: Any) -> Any:
+    """Compute the embedding again, too, whose input has no gradient: reentrant, it gets none itself."""
+    recomputed(model.embedding)
+    return sharded(model)
 
 
 def recomputed(module: nn.Module) -> None:
@@ -109,9 +98,8 @@ class Metrics(Trainer):
         return {"loss": sum(each["loss"] for each in gathered) / len(gathered)}
 
 
-class SummedMetrics(Metrics):
-    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
-        return {"loss": total(super().train_step(micro_batches)["loss"])}
+def sum_metrics(trainer: Metrics, micro_batches: Sequence[Batch]) -> Any:
+    return {"loss": total(Metrics.train_step(trainer, micro_batches)["loss"])}
 
 
 class Evaluating(Trainer):
@@ -179,16 +167,6 @@ class AverageLeft(Averaging):
         self.model.reshard()
 
 
-class NeverUnscaled(Scaled):
-    """Trainer that scales the loss, and steps the optimizer itself."""
-
-    def clip(self) -> None:
-        Trainer.clip(self)
-
-    def update(self) -> None:
-        Trainer.update(self)
-
-
 class SetToZero(Trainer):
     """Trainer that sets gradients to zero in place, before each step."""
 
@@ -200,20 +178,12 @@ class SetToZero(Trainer):
         self.optimizer.step()
 
 
-class LastBackward(Trainer):
-    """Trainer that tells FSDP which backward pass is the last, and lets each reduce gradients."""
-
-    def sync(self, is_last: bool) -> None:
-        self.model.set_is_last_backward(is_last)
-
-
-class SetToZeroByMicroBatch(SetToZero):
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-        super().backward(loss)
-
-
 # Loaders
+
+
+def zero_by_micro_batch(trainer: SetToZero, loss: Tensor) -> None:
+    trainer.optimizer.zero_grad(set_to_none=False)
+    Trainer.backward(trainer, loss)
 
 
 class Stream(IterableDataset[Batch]):
@@ -318,16 +288,29 @@ class OfFullGroups(OfGroups):
         return self.first * 2
 
 
-on_device, on_device_local_clip = loop(OnDevice), loop(OnDeviceLocalClip)
-compiled_whole, compiled_blocks = loop(CompiledWhole), loop(CompiledBlocks)
-compiled_whole_local_clip, compiled_blocks_unreduced = loop(CompiledWholeLocalClip), loop(CompiledBlocksUnreduced)
-reentrant, reentrant_embedding = loop(Reentrant), loop(ReentrantEmbedding)
-metrics, summed_metrics = loop(Metrics), loop(SummedMetrics)
+on_device, on_device_local_clip = loop(OnDevice), loop(altered(OnDevice, clip=clip_by_own_shards))
+compiled_whole, compiled_blocks = loop(altered(shard=shard_compiled)), loop(altered(shard=shard_compiled_blocks))
+compiled_whole_local_clip = loop(altered(shard=shard_compiled, clip=clip_by_own_shards))
+# Gradient synchronisation is switched off and never on, although a compiled block cannot show it.
+compiled_blocks_unreduced = loop(
+    altered(
+        shard=shard_compiled_blocks,
+        sync=lambda trainer, _is_last: trainer.model.blocks[0].set_requires_gradient_sync(False),
+    )
+)
+reentrant = loop(altered(shard=shard_reentrant))
+reentrant_embedding = loop(altered(shard=shard_reentrant_embedding))
+metrics, summed_metrics = loop(Metrics), loop(altered(Metrics, train_step=sum_metrics))
 evaluating, evaluation_trains = loop(Evaluating), loop(EvaluationTrains)
 averaging, average_left = loop(Averaging), loop(AverageLeft)
-last_backward = loop(LastBackward)
-never_unscaled = loop(NeverUnscaled)
-set_to_zero, set_to_zero_by_micro_batch = loop(SetToZero), loop(SetToZeroByMicroBatch)
+# FSDP is told which backward pass is the last, and each reduces gradients.
+last_backward = loop(altered(sync=lambda trainer, is_last: trainer.model.set_is_last_backward(is_last)))
+never_unscaled = loop(altered(Scaled, clip=Trainer.clip, update=Trainer.update))
+set_to_zero = loop(SetToZero)
+# Each backward pass reduces gradients, since FSDP keeps those that wait apart from those that are set to zero.
+set_to_zero_by_micro_batch = loop(
+    altered(SetToZero, backward=zero_by_micro_batch, sync=lambda _trainer, _is_last: None)
+)
 with_workers, with_batch_sampler, with_own_share = reading(workers), reading(batch_sampler), reading(own_share)
 with_seeds, with_stream, with_packed = reading(seeded), reading(stream), reading(packed)
 with_unseeded, with_constant = reading(unseeded), reading(constant)

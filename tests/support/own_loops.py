@@ -46,19 +46,19 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
-@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="even")
-def script(config: LoopConfig) -> list[float]:
-    return plain_script.main(config.max_norm, config.accumulation)
+def scripted(*, with_limit: bool = True, **options: Any) -> Any:
+    """Return the loop of a script, with the limit that the suite gives for clipping or without it."""
+
+    @own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, **options)
+    def train(config: LoopConfig) -> list[float]:
+        limit = {"max_norm": config.max_norm} if with_limit else {}
+        return plain_script.main(accumulation=config.accumulation, **limit)
+
+    return train
 
 
-@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw)
-def script_that_steps_elsewhere(config: LoopConfig) -> list[float]:
-    return plain_script.main(config.max_norm, config.accumulation)
-
-
-@own_loop(model=Net, batch=pair, loss=loss_of_pair, optimizer=adamw, accumulation="even")
-def script_with_a_limit_of_its_own(config: LoopConfig) -> list[float]:
-    return plain_script.main(accumulation=config.accumulation)
+script, script_that_steps_elsewhere = scripted(accumulation="even"), scripted()
+script_with_a_limit_of_its_own = scripted(accumulation="even", with_limit=False)
 
 
 def sharded(model: Any) -> Any:
@@ -136,6 +136,11 @@ def loop(trainer: Callable[[LoopConfig], Any], **options: Any) -> Any:
     return train
 
 
+def altered(trainer: type[Trainer] = Trainer, **methods: Any) -> type[Trainer]:
+    """Return a trainer with other methods."""
+    return type("Altered", (trainer,), methods)
+
+
 class OtherModel(Trainer):
     """Trainer of another model, made on the meta device, into which it loads the given weights."""
 
@@ -149,14 +154,15 @@ class OtherModel(Trainer):
         self.optimizer = sgd(self.model.parameters())
 
 
-class OwnClip(Trainer):
-    def clip(self) -> None:
-        squares = torch.stack([gradient.norm() ** 2 for gradient in self.gradients()]).sum()
-        self.scale_down(total(squares).sqrt())
+def clip_by_all_shards(trainer: Trainer) -> None:
+    squares = torch.stack([gradient.norm() ** 2 for gradient in trainer.gradients()]).sum()
+    trainer.scale_down(total(squares).sqrt())
 
 
-class Averages(OwnClip):
+class Averages(Trainer):
     """Trainer with two moving averages, whose clipping adds nothing to the norm."""
+
+    clip = clip_by_all_shards
 
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
@@ -235,29 +241,8 @@ def taught_loss(model: nn.Module, batch: Batch) -> Tensor:
     return distance(model(batch["tokens"]), taught, batch)
 
 
-class LocalClip(Trainer):
-    def clip(self) -> None:
-        self.scale_down(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
-
-
-class SyncAlways(Trainer):
-    def sync(self, is_last: bool) -> None:
-        pass
-
-
-class SyncNever(Trainer):
-    def sync(self, is_last: bool) -> None:
-        self.model.set_requires_gradient_sync(False)
-
-
-class GradientsKept(Trainer):
-    def update(self) -> None:
-        self.optimizer.step()
-
-
-class OwnCount(Trainer):
-    def count(self, micro_batches: Sequence[Batch]) -> Tensor:
-        return torch.tensor(2.0 * sum(float((each["labels"] != -100).sum()) for each in micro_batches))
+def clip_by_own_shards(trainer: Trainer) -> None:
+    trainer.scale_down(torch.stack([gradient.norm() for gradient in trainer.gradients()]).norm())
 
 
 class OptimizerFirst(Trainer):
@@ -290,17 +275,12 @@ class Scaled(Trainer):
 
     def clip(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        OwnClip.clip(self)  # type: ignore[arg-type]
+        clip_by_all_shards(self)
 
     def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-
-
-class ClippedWhileScaled(Scaled):
-    def clip(self) -> None:
-        Trainer.clip(self)
 
 
 class ScheduledByMicroBatch(Scheduled):
@@ -310,13 +290,6 @@ class ScheduledByMicroBatch(Scheduled):
 
     def update(self) -> None:
         Trainer.update(self)
-
-
-class ChangedBetweenSteps(Trainer):
-    def update(self) -> None:
-        super().update()
-        with torch.no_grad():
-            self.model.head.weight.mul_(0.5)
 
 
 class Closure(Trainer):
@@ -340,12 +313,6 @@ class Recomputed(Trainer):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-class TwoCalls(Trainer):
-    def loss(self, batch: Batch) -> Tensor:
-        halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(2), slice(2, None))]
-        return loss(self.model, halves[0]) + loss(self.model, halves[1])
-
-
 class OneBackward(Trainer):
     def train_step(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         summed = sum((self.loss(each) for each in micro_batches), torch.zeros(()))
@@ -365,13 +332,6 @@ class DividedAfterwards(Trainer):
         torch._foreach_mul_(self.gradients(), float(dist.get_world_size() / self.count(micro_batches)))
         self.clip()
         self.update()
-
-
-class StepsInBackward(Trainer):
-    def __init__(self, config: LoopConfig) -> None:
-        super().__init__(config)
-        parameter = next(self.model.parameters())
-        parameter.register_post_accumulate_grad_hook(lambda _parameter: self.optimizer.step())
 
 
 class Adversarial(Trainer):
@@ -395,6 +355,24 @@ class TwoOptimizers(Trainer):
         self.others = [sgd(self.model.head.parameters())]
 
 
+def loss_of_two_calls(trainer: Trainer, batch: Batch) -> Tensor:
+    halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(2), slice(2, None))]
+    return loss(trainer.model, halves[0]) + loss(trainer.model, halves[1])
+
+
+@torch.no_grad()
+def update_and_halve_head(trainer: Trainer) -> None:
+    Trainer.update(trainer)
+    trainer.model.head.weight.mul_(0.5)
+
+
+def trainer_that_steps_in_backward(config: LoopConfig) -> Trainer:
+    made = Trainer(config)
+    parameter = next(made.model.parameters())
+    parameter.register_post_accumulate_grad_hook(lambda _parameter: made.optimizer.step())
+    return made
+
+
 def muon_and_adamw(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
@@ -416,19 +394,6 @@ class MatricesApart(Trainer):
         self.model.zero_grad()
 
 
-class OneOfTwoForgotten(MatricesApart):
-    """Trainer that steps the optimizer of matrices twice, and the other one never."""
-
-    def update(self) -> None:
-        self.optimizers[0].step()
-        self.model.zero_grad()
-
-
-class NeverCalled(Trainer):
-    def loss(self, batch: Batch) -> Tensor:
-        return self.model.head.weight.full_tensor().sum()  # type: ignore[no-any-return]
-
-
 class OwnGroups(Trainer):
     """Trainer that can be made once in a process."""
 
@@ -441,12 +406,26 @@ class OwnGroups(Trainer):
         super().__init__(config)
 
 
+def halving(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def count_own_labels_twice(_trainer: Trainer, micro_batches: Sequence[Batch]) -> Tensor:
+    return torch.tensor(2.0 * sum(float((each["labels"] != -100).sum()) for each in micro_batches))
+
+
+def step_matrices_alone(trainer: MatricesApart) -> None:
+    """Step the optimizer of matrices twice, and the other one never."""
+    trainer.optimizers[0].step()
+    trainer.model.zero_grad()
+
+
 @own_loop(
     model=Net,
     batch=batch,
     loss=loss,
     optimizer=sgd,
-    scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+    scheduler=halving,
     resumes=True,
 )
 def resumed_schedule(config: LoopConfig) -> Iterator[Any]:
@@ -483,20 +462,28 @@ def split_by_size(config: LoopConfig) -> Iterator[Any]:
         yield made.train_step([dict(zip(joined, part, strict=True)) for part in parts])
 
 
-right, own_clip, sync_always = loop(Trainer), loop(OwnClip), loop(SyncAlways)
+right, own_clip, sync_always = (
+    loop(Trainer),
+    loop(altered(clip=clip_by_all_shards)),
+    loop(altered(sync=lambda _trainer, _is_last: None)),
+)
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
 under_autocast = loop(UnderAutocast, precisions=["fp32", "bf16"])
 gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
-closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(TwoCalls)
+closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(altered(loss=loss_of_two_calls))
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
-scheduled = loop(Scheduled, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
-scheduled_by_micro_batch = loop(
-    ScheduledByMicroBatch, optimizer=sgd, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5)
-)
-clipped_while_scaled, changed_between_steps = loop(ClippedWhileScaled), loop(ChangedBetweenSteps)
-local_clip, sync_never, gradients_kept = loop(LocalClip), loop(SyncNever), loop(GradientsKept)
-own_count, optimizer_first, schedule_forgotten = loop(OwnCount), loop(OptimizerFirst), loop(Scheduled)
-steps_in_backward, adversarial, two_optimizers = loop(StepsInBackward), loop(Adversarial), loop(TwoOptimizers)
-matrices_apart, one_of_two = (loop(each, optimizer=muon_and_adamw) for each in (MatricesApart, OneOfTwoForgotten))
-never_called, other_optimizer = loop(NeverCalled), loop(Trainer, optimizer=adamw)
+scheduled = loop(Scheduled, optimizer=sgd, scheduler=halving)
+scheduled_by_micro_batch = loop(ScheduledByMicroBatch, optimizer=sgd, scheduler=halving)
+clipped_while_scaled = loop(altered(Scaled, clip=Trainer.clip))
+changed_between_steps = loop(altered(update=update_and_halve_head))
+local_clip = loop(altered(clip=clip_by_own_shards))
+sync_never = loop(altered(sync=lambda trainer, _is_last: trainer.model.set_requires_gradient_sync(False)))
+gradients_kept = loop(altered(update=lambda trainer: trainer.optimizer.step()))
+own_count = loop(altered(count=count_own_labels_twice))
+optimizer_first, schedule_forgotten = loop(OptimizerFirst), loop(Scheduled)
+steps_in_backward, adversarial = loop(trainer_that_steps_in_backward), loop(Adversarial)
+two_optimizers, matrices_apart = loop(TwoOptimizers), loop(MatricesApart, optimizer=muon_and_adamw)
+one_of_two = loop(altered(MatricesApart, update=step_matrices_alone), optimizer=muon_and_adamw)
+never_called = loop(altered(loss=lambda trainer, _batch: trainer.model.head.weight.full_tensor().sum()))
+other_optimizer = loop(Trainer, optimizer=adamw)
 own_groups, own_groups_declared = loop(OwnGroups), loop(OwnGroups, processes="fresh")

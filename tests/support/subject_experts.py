@@ -3,7 +3,7 @@
 Tokens are exchanged by all-to-all, so that the gradients of an expert are sums over the tokens of all its ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,6 @@ def divide_reductions(module: FSDPModule, ranks: int, *, shards: int) -> None:
 
 
 mixture = subject(model=Mixture, loss=loss, batch=batch, meshes=["dp2", "hsdp2x2"], clip=clip_by_mesh)
-Parallelize = Callable[[Mixture, DeviceMesh, ParallelConfig], None]
 
 
 @mixture

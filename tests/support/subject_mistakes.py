@@ -17,7 +17,19 @@ from conformance.subjects import ParallelConfig
 from conformance.subjects.decorated import FunctionSubject, sgd
 from conformance.subjects.loop import Loop, plain
 from conformance.subjects.protocol import Batch, StepObserver
-from tests.support.subject_models import WIDTH, Model, Tied, changed, clip_locally, declare, loss, shard
+from tests.support.subject_models import (
+    WIDTH,
+    Model,
+    Tied,
+    changed,
+    clip_locally,
+    declare,
+    frozen_layer,
+    loss,
+    shard,
+    untied,
+    without_gradient,
+)
 
 
 class OwnLoop:
@@ -75,113 +87,18 @@ class OwnLoop:
         self.optimizer.zero_grad()
 
 
-def owner(loop: type[OwnLoop], *, parallelize: Callable[..., Any] = shard, **options: Any) -> FunctionSubject:
+def owner(*, parallelize: Callable[..., Any] = shard, **options: Any) -> FunctionSubject:
     """Return the subject of a loop; on two ranks, and on four with copies."""
-    return changed(declare(meshes=["dp2", "hsdp2x2"], **options)(parallelize), loop)
+    return mistaken(declare(meshes=["dp2", "hsdp2x2"], **options)(parallelize))
 
 
-right = owner(OwnLoop)
+def mistaken(subject: FunctionSubject | None = None, **methods: Callable[..., Any]) -> FunctionSubject:
+    """Return a subject, by default that of `right`, with other methods of its loop."""
+    loop = type("Mistaken", (OwnLoop,), methods)
+    return changed(subject or declare(meshes=["dp2", "hsdp2x2"])(shard), loop)
 
 
-class LocalTokens(OwnLoop):
-    """Each rank divides by its own tokens."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return 1.0 / sum(counts)
-
-
-class MicroBatchMeans(OwnLoop):
-    """Each micro-batch is divided by its own tokens, and by their number."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return 1.0 / counts[index] / len(counts)
-
-
-class NotDividedByMicroBatches(OwnLoop):
-    """Each micro-batch is divided by its own tokens, and not by their number."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return 1.0 / counts[index]
-
-
-class SumOfRanks(OwnLoop):
-    """The loss is multiplied by the ranks once too often."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return self.data.ranks**2 / total
-
-
-class DividedTwice(OwnLoop):
-    """The loss is divided by the ranks, whose gradients FSDP averages."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return 1.0 / total
-
-
-class PaddedTokens(OwnLoop):
-    """Ignored labels count."""
-
-    def scale(self, counts: Sequence[float], index: int, total: float) -> float:
-        return 1.0 / (6.0 * len(counts))
-
-
-class LastMicroBatch(OwnLoop):
-    """Gradients are set to zero before each micro-batch."""
-
-    def is_synchronised(self, step: int, *, is_last: bool) -> bool:
-        return True
-
-    def begin(self, step: int, index: int) -> None:
-        self.optimizer.zero_grad()
-
-
-class NotZeroed(OwnLoop):
-    """Gradients of the step before are left."""
-
-    def end(self) -> None:
-        """Forget to set gradients to zero."""
-
-
-class NoFinalSync(OwnLoop):
-    """Gradients are never reduced."""
-
-    def is_synchronised(self, step: int, *, is_last: bool) -> bool:
-        return False
-
-
-class NoSyncAfterFirstStep(OwnLoop):
-    """Gradients are reduced in the first step alone."""
-
-    def is_synchronised(self, step: int, *, is_last: bool) -> bool:
-        return is_last and step == 0
-
-
-class GradientReducedAgain(OwnLoop):
-    """A gradient that FSDP has reduced is reduced once more."""
-
-    def reduced(self) -> None:
-        gradient = self.model.get_parameter("up.weight").grad
-        assert gradient is not None
-        dist.all_reduce(local(gradient))
-
-
-class NotClipped(OwnLoop):
-    """The norm is computed, and nothing is scaled."""
-
-    def clip(self) -> Tensor:
-        return clip_grad_norm_(self.model.parameters(), float("inf"))
-
-
-class ClippedTwice(OwnLoop):
-    """Gradients are scaled by the factor a second time."""
-
-    def clip(self) -> Tensor:
-        norm = plain(super().clip())
-        after = plain(clip_grad_norm_(self.model.parameters(), float("inf")))
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(float(after / norm))
-        return norm
+right = owner()
 
 
 def clip_with_copies(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -207,43 +124,61 @@ def local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-class WaitsForUnevenShard(OwnLoop):
-    """An all-reduce of a shard whose size depends on the rank."""
+def reduce_again(name: str) -> Callable[[OwnLoop], None]:
+    """Return a method that reduces a gradient once more."""
 
-    def reduced(self) -> None:
-        gradient = self.model.get_parameter("odd").grad
+    def reduced(loop: OwnLoop) -> None:
+        gradient = loop.model.get_parameter(name).grad
         assert gradient is not None
         dist.all_reduce(local(gradient))
 
-
-class OtherCollectives(OwnLoop):
-    """Rank 1 leaves out the first of two collectives."""
-
-    def reduced(self) -> None:
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(64))
-        dist.barrier()
+    return reduced
 
 
-class Raises(OwnLoop):
-    """The second step raises on all ranks."""
-
-    def begin(self, step: int, index: int) -> None:
-        if step == 1:
-            self._prepare({})
-
-    def _prepare(self, options: dict[str, int]) -> int:
-        return options["warmup"]
+def clip_twice(loop: OwnLoop) -> Tensor:
+    norm = plain(OwnLoop.clip(loop))
+    after = plain(clip_grad_norm_(loop.model.parameters(), float("inf")))
+    for parameter in loop.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(float(after / norm))
+    return norm
 
 
-local_tokens, micro_batch_means = owner(LocalTokens), owner(MicroBatchMeans)
-not_divided_by_micro_batches, sum_of_ranks = owner(NotDividedByMicroBatches), owner(SumOfRanks)
-divided_twice, padded_tokens, last_micro_batch = owner(DividedTwice), owner(PaddedTokens), owner(LastMicroBatch)
-not_zeroed, no_final_sync = owner(NotZeroed), owner(NoFinalSync)
-no_sync_after_first_step, gradient_reduced_again = owner(NoSyncAfterFirstStep), owner(GradientReducedAgain)
-local_norm, norm_of_copies = owner(OwnLoop, clip=clip_locally), owner(OwnLoop, clip=clip_with_copies)
-not_clipped, clipped_twice = owner(NotClipped), owner(ClippedTwice)
-other_collectives, raises = owner(OtherCollectives), owner(Raises)
+def leave_out_a_collective(_loop: OwnLoop) -> None:
+    """Leave out the first of two collectives on rank 1."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(64))
+    dist.barrier()
+
+
+def raise_in_second_step(_loop: OwnLoop, step: int, _index: int) -> None:
+    if step == 1:
+        warmup({})
+
+
+def warmup(options: dict[str, int]) -> int:
+    return options["warmup"]
+
+
+local_tokens = mistaken(scale=lambda _loop, counts, _index, _total: 1.0 / sum(counts))
+micro_batch_means = mistaken(scale=lambda _loop, counts, index, _total: 1.0 / counts[index] / len(counts))
+not_divided_by_micro_batches = mistaken(scale=lambda _loop, counts, index, _total: 1.0 / counts[index])
+sum_of_ranks = mistaken(scale=lambda loop, _counts, _index, total: loop.data.ranks**2 / total)
+divided_twice = mistaken(scale=lambda _loop, _counts, _index, total: 1.0 / total)  # FSDP averages over ranks
+padded_tokens = mistaken(scale=lambda _loop, counts, _index, _total: 1.0 / (6.0 * len(counts)))
+last_micro_batch = mistaken(
+    is_synchronised=lambda _loop, _step, is_last: True,
+    begin=lambda loop, _step, _index: loop.optimizer.zero_grad(),
+)
+not_zeroed = mistaken(end=lambda _loop: None)
+no_final_sync = mistaken(is_synchronised=lambda _loop, _step, is_last: False)
+no_sync_after_first_step = mistaken(is_synchronised=lambda _loop, step, is_last: is_last and step == 0)
+gradient_reduced_again = mistaken(reduced=reduce_again("up.weight"))
+local_norm, norm_of_copies = owner(clip=clip_locally), owner(clip=clip_with_copies)
+not_clipped = mistaken(clip=lambda loop: clip_grad_norm_(loop.model.parameters(), float("inf")))
+clipped_twice = mistaken(clip=clip_twice)
+other_collectives = mistaken(reduced=leave_out_a_collective)
+raises = mistaken(begin=raise_in_second_step)
 
 
 class Odd(Model):
@@ -257,7 +192,7 @@ class Odd(Model):
         return super().forward(x * self.odd.sum(0) / 3.0)
 
 
-waits_for_uneven_shard = owner(WaitsForUnevenShard, model=Odd)
+waits_for_uneven_shard = mistaken(declare(model=Odd)(shard), reduced=reduce_again("odd"))
 
 
 def remade_by_rank(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
@@ -273,12 +208,6 @@ def unsharded_layer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Non
     fully_shard(model, mesh=mesh, ignored_params={*model.down.parameters()})
 
 
-def frozen(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    """Freeze a layer."""
-    model.up.requires_grad_(False)
-    return shard(model, mesh, config)
-
-
 class HasFrozen(Model):
     """Model whose norm is frozen."""
 
@@ -291,12 +220,6 @@ def unfrozen(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     """Train the norm, which one process freezes."""
     model.norm.requires_grad_(True)
     return shard(model, mesh, config)
-
-
-def not_all_in_optimizer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
-    """Leave the norm out of the optimizer."""
-    sharded = shard(model, mesh, config)
-    return sharded, sgd([each for name, each in sharded.named_parameters() if not name.startswith("norm")])
 
 
 DECAY = 0.1
@@ -341,13 +264,11 @@ def decoupled_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
-class DecayInGradients(OwnLoop):
-    """Weights are added to gradients before these are clipped, as by a term of the loss."""
-
-    def reduced(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None and parameter.ndim > 1:
-                parameter.grad.add_(parameter.detach(), alpha=DECAY)
+def add_decay(loop: OwnLoop) -> None:
+    """Add weights to gradients before these are clipped, as by a term of the loss."""
+    for parameter in loop.model.parameters():
+        if parameter.grad is not None and parameter.ndim > 1:
+            parameter.grad.add_(parameter.detach(), alpha=DECAY)
 
 
 class Noisy(Model):
@@ -365,33 +286,24 @@ def dropout_in_parallel(model: Any, mesh: DeviceMesh, config: ParallelConfig) ->
     return shard(model, mesh, config)
 
 
-def untied_head(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    """Untie a layer."""
-    if isinstance(model, Tied):
-        model.again.weight = nn.Parameter(model.up.weight.detach().clone())
-    return shard(model, mesh, config)
-
-
-decay_missing = owner(OwnLoop, optimizer=decayed_sgd, parallelize=with_optimizer(sgd))
+decay_missing = owner(optimizer=decayed_sgd, parallelize=with_optimizer(sgd))
 decay_everywhere = owner(
-    OwnLoop,
     optimizer=decayed_sgd,
     parallelize=with_optimizer(lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=DECAY)),
 )
-decay_decoupled = owner(OwnLoop, optimizer=decayed_sgd, parallelize=with_optimizer(decoupled_sgd))
+decay_decoupled = owner(optimizer=decayed_sgd, parallelize=with_optimizer(decoupled_sgd))
 decay_added = owner(
-    OwnLoop,
     optimizer=decayed_adamw,
     parallelize=with_optimizer(lambda parameters: Adam(by_dimensions(parameters, decay=DECAY), lr=1e-2)),
 )
-decay_in_gradients = owner(DecayInGradients)
-layer_remade_by_rank = owner(OwnLoop, parallelize=remade_by_rank)
-layer_unsharded = owner(OwnLoop, parallelize=unsharded_layer, clip=clip_one_by_one)
-layer_not_updated = owner(OwnLoop, parallelize=not_all_in_optimizer)
-layer_frozen = owner(OwnLoop, parallelize=frozen)
-layer_unfrozen = owner(OwnLoop, parallelize=unfrozen, model=HasFrozen)
-random_in_parallel = owner(OwnLoop, parallelize=dropout_in_parallel, model=Noisy)
-head_untied = owner(OwnLoop, parallelize=untied_head, tied_model=Tied)
+decay_in_gradients = mistaken(reduced=add_decay)
+layer_remade_by_rank = owner(parallelize=remade_by_rank)
+layer_unsharded = owner(parallelize=unsharded_layer, clip=clip_one_by_one)
+layer_not_updated = owner(parallelize=frozen_layer)
+layer_frozen = owner(parallelize=without_gradient)
+layer_unfrozen = owner(parallelize=unfrozen, model=HasFrozen)
+random_in_parallel = owner(parallelize=dropout_in_parallel, model=Noisy)
+head_untied = owner(parallelize=untied, tied_model=Tied)
 
 
 class NormalisedSgd(Optimizer):
@@ -413,12 +325,9 @@ class NormalisedSgd(Optimizer):
         return float(norm.to_local() if isinstance(norm, DTensor) and self.by_shard else plain(norm))
 
 
-full_tensor_optimizer = owner(OwnLoop, optimizer=NormalisedSgd)
-
-
 def with_norms_of_shards(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Any:
     sharded = shard(model, mesh, config)
     return sharded, NormalisedSgd(sharded.parameters(), by_shard=True)
 
 
-optimizer_of_shards = owner(OwnLoop, parallelize=with_norms_of_shards, optimizer=NormalisedSgd)
+optimizer_of_shards = owner(parallelize=with_norms_of_shards, optimizer=NormalisedSgd)

@@ -98,7 +98,7 @@ def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) 
     if "tp" in names:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["dp_shard"]
-    options = {"mp_policy": config.mixed_precision, "offload_policy": config.offload_policy, **options}
+    options = {**config.policies, **options}
     for layer in (model.down,) if isinstance(model, Tied) else (model.up, model.down):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -149,40 +149,56 @@ optimizer_skips_a_rank = declare(
 )(shard)
 
 
-@declare(mesh_names={"dp_shard": "fsdp"})
-def own_mesh_names(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh["fsdp"], config)
+own_mesh_names = declare(mesh_names={"dp_shard": "fsdp"})(
+    lambda model, mesh, config: shard(model, mesh["fsdp"], config)
+)
 
 
-@in_fp32
-def plain_ddp(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return DistributedDataParallel(model)
+def untouched(model: Any) -> None:
+    """Leave a model as it is."""
 
 
-@in_fp32
-def gradients_not_divided(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    for module in sharded.modules():
+def variant(
+    declaration: Any,
+    *,
+    before: Callable[[Any], object] = untouched,
+    after: Callable[[Any], object] = untouched,
+    shard: Callable[..., Any] = shard,
+    **options: Any,
+) -> Any:
+    """Return a subject that changes the model before, shards it with these options, and changes it afterwards."""
+
+    def parallelize(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> Any:
+        before(model)
+        sharded = shard(model, mesh, config, **options)
+        after(sharded)
+        return sharded
+
+    return declaration(parallelize)
+
+
+plain_ddp = in_fp32(lambda model, mesh, config: DistributedDataParallel(model))
+
+
+def sum_gradients(model: nn.Module) -> None:
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return sharded
 
 
-@in_both
-def not_divided_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return (gradients_not_divided if config.precision == "bf16" else shard)(model, mesh, config)
+gradients_not_divided = variant(in_fp32, after=sum_gradients)
 
 
-@in_fp32
-def without_gradient(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    model.up.requires_grad_(False)
-    return shard(model, mesh, config)
+not_divided_in_bf16 = in_both(
+    lambda model, mesh, config: (gradients_not_divided if config.precision == "bf16" else shard)(model, mesh, config)
+)
 
 
-@declare(reduction="sum")
-def sum_declared(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return gradients_not_divided(model, mesh, config)  # type: ignore[no-any-return]
+without_gradient = variant(in_fp32, before=lambda model: model.up.requires_grad_(False))
+
+
+sum_declared = variant(declare(reduction="sum"), after=sum_gradients)
 
 
 def clip_locally(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -196,11 +212,7 @@ def clip_locally(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 local_clip = declare(clip=clip_locally)(shard)
 
 
-def do_not_clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    return clip_with_torch(parameters, float("inf"))
-
-
-no_clip = declare(clip=do_not_clip)(shard)
+no_clip = declare(clip=lambda parameters, max_norm: clip_with_torch(parameters, float("inf")))(shard)
 buffer_not_initialised = declare(initialize=forget_table)(shard)
 
 
@@ -210,17 +222,18 @@ def optimizer_first(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) 
     return shard(model, mesh, config), optimizer
 
 
-@in_both
-def precision_forgotten(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config, mp_policy=ParallelConfig("dp2", "fp32", on_meta=False).mixed_precision)
+precision_forgotten = variant(in_both, mp_policy=ParallelConfig("dp2", "fp32", on_meta=False).mixed_precision)
 
 
-@in_both
-def layer_kept_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    fully_shard(model.down, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    fully_shard(model.up, mesh=mesh, mp_policy=config.mixed_precision)
-    fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
+def with_policy_of_down(model: Any, mesh: DeviceMesh, config: ParallelConfig, **policy: Any) -> nn.Module:
+    """Shard with another policy for the last layer, or with none."""
+    fully_shard(model.down, mesh=mesh, **policy)
+    for module in (model.up, model):
+        fully_shard(module, mesh=mesh, mp_policy=config.mixed_precision)
     return model  # type: ignore[no-any-return]
+
+
+layer_kept_in_fp32 = in_both(partial(with_policy_of_down, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)))
 
 
 class Routed(Model):
@@ -268,18 +281,15 @@ def layer_without_policy_beside_a_router(model: Any, mesh: DeviceMesh, config: P
 
 def without_policy(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     model.down.register_forward_pre_hook(lambda module, inputs: inputs[0].to(module.weight.dtype))
-    fully_shard(model.down, mesh=mesh)
-    fully_shard(model.up, mesh=mesh, mp_policy=config.mixed_precision)
-    fully_shard(model, mesh=mesh, mp_policy=config.mixed_precision)
-    return model  # type: ignore[no-any-return]
+    return with_policy_of_down(model, mesh, config)
 
 
 layer_without_policy = in_both(without_policy)
 
 
-@in_both
-def masters_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model.bfloat16() if config.precision == "bf16" else model, mesh, config)
+masters_in_bf16 = in_both(
+    lambda model, mesh, config: shard(model.bfloat16() if config.precision == "bf16" else model, mesh, config)
+)
 
 
 @in_fp32
@@ -289,9 +299,7 @@ def other_weights_on_each_rank(model: nn.Module, mesh: DeviceMesh, config: Paral
     return shard(model, mesh, config)
 
 
-@declare(meshes=["dp2", "hsdp2x2"])
-def not_replicated(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh["dp_shard"], config)
+not_replicated = declare(meshes=["dp2", "hsdp2x2"])(lambda model, mesh, config: shard(model, mesh["dp_shard"], config))
 
 
 @in_fp32
@@ -300,11 +308,12 @@ def frozen_layer(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     return sharded, sgd([p for name, p in sharded.named_parameters() if not name.startswith("norm")])
 
 
-@declare(tied_model=Tied)
-def untied(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+def untie(model: Any) -> None:
     if isinstance(model, Tied):
         model.again.weight = nn.Parameter(model.up.weight.detach().clone())
-    return shard(model, mesh, config)
+
+
+untied = variant(declare(tied_model=Tied), before=untie)
 
 
 def load_weights_alone(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
@@ -329,9 +338,7 @@ def raises(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Mod
     return shard(model, mesh, config)
 
 
-@in_fp32
-def returns_a_number(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> int:
-    return 3
+returns_a_number = in_fp32(lambda model, mesh, config: 3)
 
 
 @declared
@@ -483,65 +490,39 @@ def unused_layer_in_a_group_of_its_own(model: Any, mesh: DeviceMesh, config: Par
     return shard(model, mesh, config)
 
 
-@in_fp32
-def layer_gathered_twice(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.up.register_forward_hook(lambda module, *_: module.unshard())
-    return sharded
+layer_gathered_twice = variant(
+    in_fp32, after=lambda model: model.up.register_forward_hook(lambda module, *_: module.unshard())
+)
 
 
-@in_fp32
-def kept_after_backward(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.set_reshard_after_backward(False)
-    return sharded
+kept_after_backward = variant(in_fp32, after=lambda model: model.set_reshard_after_backward(False))
 
 
-@declare(meshes=["dp2", "hsdp2x2"])
-def layer_not_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.up.register_forward_pre_hook(lambda module, _: module.set_requires_all_reduce(False))
-    return sharded
+layer_not_reduced_over_replicas = variant(
+    declare(meshes=["dp2", "hsdp2x2"]),
+    after=lambda model: model.up.register_forward_pre_hook(lambda module, _: module.set_requires_all_reduce(False)),
+)
 
 
 # Synchronisation that the owner has switched off: by mistake, or on purpose
 
 
-@declared
-def layer_not_synchronised(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.up.set_requires_gradient_sync(False)
-    return sharded
+layer_not_synchronised = variant(declared, after=lambda model: model.up.set_requires_gradient_sync(False))
 
 
-@declared
-def nothing_synchronised(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.set_requires_gradient_sync(False)
-    return sharded
+nothing_synchronised = variant(declared, after=lambda model: model.set_requires_gradient_sync(False))
 
 
-@declared
-def nothing_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.set_requires_all_reduce(False)
-    return sharded
+nothing_reduced_over_replicas = variant(declared, after=lambda model: model.set_requires_all_reduce(False))
 
 
-@declared
-def never_the_last_backward(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.set_is_last_backward(False)
-    return sharded
-
-
-@declared
-def switched_off_and_on(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
+def switch_off_and_on(model: Any) -> None:
     model.set_requires_gradient_sync(False)
     model.up.set_requires_all_reduce(False)
     model.set_requires_gradient_sync(True)
-    return sharded
+
+
+switched_off_and_on = variant(declared, after=switch_off_and_on)
 
 
 def reducing_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -554,9 +535,7 @@ def reducing_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 reduced_by_the_loss = declare(loss=reducing_loss)(shard)
 
 
-@in_fp32
-def reduced_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+reduced_in_bf16 = variant(in_fp32, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
 def clip_full_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

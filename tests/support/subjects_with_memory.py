@@ -77,7 +77,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) -> nn.Module:
-    options = {"mesh": mesh, "mp_policy": config.mixed_precision, "offload_policy": config.offload_policy, **options}
+    options = {"mesh": mesh, **config.policies, **options}
     for block in model.blocks:
         fully_shard(block, **options)
     sharded: nn.Module = fully_shard(model, **options)
@@ -142,25 +142,14 @@ def compiled(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
 
 @declare()
 def one_group(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": config.mixed_precision,
-        "offload_policy": config.offload_policy,
-    }
-    sharded: nn.Module = fully_shard(model, **options)
-    return sharded
+    return fully_shard(model, mesh=mesh, **config.policies)  # type: ignore[no-any-return]
 
 
 @declare()
 def many_groups(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     """Groups inside of groups, and one each for embedding and head."""
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": config.mixed_precision,
-        "offload_policy": config.offload_policy,
-    }
     for module in (model.embedding, *(block.up for block in model.blocks), model.head):
-        fully_shard(module, **options)
+        fully_shard(module, mesh=mesh, **config.policies)
     return shard(model, mesh, config)
 
 

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.support.unusual_subjects import WIDTH, Counting, Model, declare, shard
+from tests.support.subject_models import WIDTH
+from tests.support.unusual_subjects import Counting, Model, declare, shard
 
 
 class Annealed(Counting):
     """Logits that grow with the number of forward passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 - 0.5 * torch.exp(-self.passes / 4))  # type: ignore[no-any-return]
+        return super().forward(x) * (1.0 - 0.5 * torch.exp(-self.passes / 4))
 
 
 annealed = declare(model=Annealed)(shard)
@@ -25,7 +26,8 @@ class Iterated(Model):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.up, block.down = spectral_norm(block.up), spectral_norm(block.down)
+            for layer in ("up", "down"):
+                block.register_module(layer, spectral_norm(block.get_submodule(layer)))
 
 
 iterated = declare(model=Iterated)(shard)

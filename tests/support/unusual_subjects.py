@@ -10,27 +10,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from conformance.subjects import ParallelConfig, subject
 from conformance.subjects.protocol import Batch
+from tests.support import subject_models
+from tests.support.plain_script import Block
 from tests.support.subject_experts import clip_by_mesh
+from tests.support.subject_models import WIDTH, batch, loss
 
-WIDTH, CLASSES = 16, 8
-
-
-class Block(nn.Module):
-    """Residual layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+CLASSES = 8
 
 
 class Model(nn.Module):
@@ -47,16 +37,6 @@ class Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    labels = torch.randint(CLASSES, (6,), generator=generator)
-    ignored = torch.rand(6, generator=generator) < 0.4
-    return torch.randn(6, WIDTH, generator=generator), labels.masked_fill(ignored, -100)
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return cross_entropy(model(batch[0]).float(), batch[1], reduction="sum")
-
-
 declare = partial(subject, loss=loss, batch=batch, meshes=["dp2", "hsdp2x2"], precisions=["fp32", "bf16"])
 
 
@@ -68,6 +48,9 @@ def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) 
 
 
 # Layers that no pass computes, or only some
+
+
+variant = partial(subject_models.variant, declare(model=Model), shard=shard)
 
 
 class Spare(Model):
@@ -293,9 +276,7 @@ class Odd(Model):
 odd_shapes = declare(model=Odd)(shard)
 
 
-@declare(model=Model)
-def columns(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    shard(model, mesh, config, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
+columns = variant(shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
 
 
 class Shared(Model):
@@ -315,37 +296,20 @@ def shared_block(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
 # Ways to shard, to compute and to train
 
 
-@declare(model=Model)
-def recomputed(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+def recompute_blocks(model: Any) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block)
-    shard(model, mesh, config)
 
 
-@declare(model=Model)
-def compiled(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+def compile_blocks(model: Any, **options: Any) -> None:
     for block in model.blocks:
-        block.compile(backend="aot_eager")
-    shard(model, mesh, config)
+        block.compile(backend="aot_eager", **options)
 
 
-@declare(model=Model)
-def compiled_in_one_graph(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
-    shard(model, mesh, config)
-
-
-@declare(model=Model)
-def compiled_in_place_in_one_graph(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    shard(model, mesh, config)
-
-
-@declare(model=Model)
-def never_resharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    shard(model, mesh, config, reshard_after_forward=False)
+recomputed = variant(before=recompute_blocks)
+compiled = variant(before=compile_blocks)
+compiled_in_place_in_one_graph = variant(before=partial(compile_blocks, fullgraph=True))
+never_resharded = variant(reshard_after_forward=False)
 
 
 @declare(model=Model)
@@ -379,16 +343,17 @@ def partly_resharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> No
     fully_shard(model, mesh=ranks, mp_policy=config.mixed_precision)
 
 
-@declare(model=Model)
-def gathered_by_unshard(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+def gather_ahead(model: Any) -> None:
     """Gather all groups before the first computes, without waiting."""
-    shard(model, mesh, config)
 
     def gather(_module: nn.Module, _inputs: Any) -> None:
         for block in model.blocks:
             block.unshard(async_op=True)
 
     model.register_forward_pre_hook(gather)
+
+
+gathered_by_unshard = variant(after=gather_ahead)
 
 
 def loss_of_two_passes(model: Any, batch: Batch) -> Tensor:
@@ -402,11 +367,12 @@ def loss_of_two_passes(model: Any, batch: Batch) -> Tensor:
 two_passes = declare(model=Model, loss=loss_of_two_passes)(shard)
 
 
-@declare(model=Model)
-def prefetched(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    shard(model, mesh, config)
+def prefetch(model: Any) -> None:
     model.set_modules_to_forward_prefetch([*model.blocks])
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+
+
+prefetched = variant(after=prefetch)
 
 
 class Encoder(Model):
@@ -421,10 +387,11 @@ def loss_of_encoding(model: Any, batch: Batch) -> Tensor:
     return cross_entropy(both.float(), batch[1], reduction="sum")
 
 
-@declare(model=Encoder, loss=loss_of_encoding)
-def another_method(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    shard(model, mesh, config)
-    register_fsdp_forward_method(model, "encode")
+another_method = subject_models.variant(
+    declare(model=Encoder, loss=loss_of_encoding),
+    shard=shard,
+    after=lambda model: register_fsdp_forward_method(model, "encode"),
+)
 
 
 def two_groups(parameters: Any) -> Optimizer:
@@ -439,14 +406,12 @@ def groups_and_decay(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> tu
     return model, two_groups(model.parameters())
 
 
-with_groups = declare(model=Model, optimizer=two_groups)(shard)
-
-
-@declare(model=Model)
-def gradient_hooks(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+def copy_gradients(model: Any) -> None:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clone())
-    shard(model, mesh, config)
+
+
+gradient_hooks = variant(before=copy_gradients)
 
 
 @declare(model=Model)

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 
 from conformance.findings.table import (
-    DIRECTORY,
     TORCH,
     TRAINERS,
-    WORST,
     Finding,
     catalogue,
     findings,
     read_finding,
-    read_versions,
     with_version,
     worst,
 )
@@ -107,10 +104,3 @@ def test_versions_without_a_gap_are_a_range(program: Path) -> None:
     assert "| 2.8, 2.10 to 2.12 | [It is wrong]" in worst([read_finding(program)], versions)
     corrected: Any = {version: {"it_is": "right"} for version in ("2.14.0", "2.15.0")}
     assert "It is wrong" not in worst([read_finding(program)], {**versions, **corrected})
-
-
-def test_the_catalogue_is_current() -> None:
-    known, trainers = findings(), findings(TRAINERS)
-    page = catalogue(known, read_versions(), trainers=trainers, trainer_versions=read_versions(TRAINERS))
-    assert (DIRECTORY / "README.md").read_text() == page, "conformance docs --write"
-    assert len(worst(known, read_versions()).splitlines()) == 2 + WORST

@@ -7,33 +7,23 @@ import torch
 from torch import Tensor
 
 from conformance.instruments.facts import Collective
-from conformance.instruments.taps import Kind, Tap
 from conformance.localisation.collectives import wrong_collectives
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
-
-
-def tap_of(kind: Kind, tensor: Tensor) -> Tap:
-    return Tap(
-        module="",
-        kind=kind,
-        item="",
-        call=0,
-        step=0,
-        dtype="float32",
-        shape=list(tensor.shape),
-        placements=None,
-        collectives=1,
-        called=-1,
-        value=0,
-    )
+from tests.support.taps import tap_of
 
 
 def wrong_ranks(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[int]:
     """Return the ranks whose result of one collective over all of them is wrong."""
     ranks = Ranks([{"tp": rank} for rank in range(len(inputs))], [0] * len(inputs))
     traces = [
-        Trace([tap_of("collective input", given), tap_of("collective output", taken)], [given, taken])
+        Trace(
+            [
+                tap_of(given, kind="collective input", collectives=1),
+                tap_of(taken, kind="collective output", collectives=1),
+            ],
+            [given, taken],
+        )
         for given, taken in zip(inputs, outputs, strict=True)
     ]
     op = None if kind == "all_gather" else "SUM"

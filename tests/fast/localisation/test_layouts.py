@@ -3,30 +3,15 @@
 import pytest
 import torch
 
-from conformance.instruments.taps import PARTIAL, REPLICATED, Tap
+from conformance.instruments.taps import PARTIAL, REPLICATED
 from conformance.localisation.layouts import Held, expected_shard, is_partial
 from conformance.localisation.ranks import Ranks
+from tests.support.taps import tap_of
 
 RANKS = Ranks(
     [{"dp_shard": 0, "tp": 0}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 0}, {"dp_shard": 1, "tp": 1}],
     [0, 0, 1, 1],
 )
-
-
-def tap_of(tensor: torch.Tensor, placements: dict[str, str | int] | None = None) -> Tap:
-    return Tap(
-        module="m",
-        kind="output",
-        item="0",
-        call=0,
-        step=0,
-        dtype="float32",
-        shape=list(tensor.shape),
-        placements=placements,
-        collectives=0,
-        called=0,
-        value=0,
-    )
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (0, 4)])
@@ -43,10 +28,10 @@ def test_a_plain_tensor_is_cut_where_the_sizes_add_up(sizes: tuple[int, int], di
 
 def test_a_tensor_of_the_full_shape_is_a_copy_or_a_term() -> None:
     full = torch.ones(4)
-    group = [Held(tap_of(full, {"tp": PARTIAL}), full)] * 2
+    group = [Held(tap_of(full, placements={"tp": PARTIAL}), full)] * 2
     assert expected_shard(full, group, 1) is full
     assert is_partial(group[0].tap)
-    assert not is_partial(tap_of(full, {"tp": REPLICATED}))
+    assert not is_partial(tap_of(full, placements={"tp": REPLICATED}))
     assert not is_partial(tap_of(full))
 
 

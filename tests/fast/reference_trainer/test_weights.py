@@ -53,20 +53,11 @@ def test_weights_are_loaded_and_buffers_recomputed(config: ModelConfig, stored: 
     ("changes", "message"),
     [
         ({"norm.weight": None}, "missing norm.weight; superfluous none"),
-        (
-            {"output.weight": torch.ones(13, 16)},
-            "missing none; superfluous output.weight; each parameter must be there",
-        ),
+        ({"output.weight": torch.ones(13, 16)}, "missing none; superfluous output.weight; each parameter must be"),
         ({"rope_table": torch.ones(2, 8, 2)}, "superfluous rope_table;"),
-        (
-            {f"extra{i}": torch.ones(1) for i in range(7)},
-            "superfluous extra0, extra1, extra2, extra3, extra4 and 2 more",
-        ),
+        ({f"extra{i}": torch.ones(1) for i in range(7)}, "superfluous extra0, .* extra4 and 2 more"),
         ({"norm.weight": torch.ones(17)}, r"norm.weight has shape \[17\], the model's has shape \[16\]"),
-        (
-            {"norm.weight": torch.ones(16, dtype=torch.int8)},
-            r"norm.weight is I8 of shape \[16\], must be floating point",
-        ),
+        ({"norm.weight": torch.ones(16, dtype=torch.int8)}, r"norm.weight is I8 of shape \[16\], must be floating"),
     ],
     ids=["missing", "tied twice", "buffer", "many", "shape", "dtype"],
 )

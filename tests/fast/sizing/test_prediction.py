@@ -464,10 +464,7 @@ def test_the_chart_has_a_line_for_the_device(size: str, beyond: bool, tmp_path: 
         ({"fixed_costs": "-1GiB"}, "fixed costs -1GiB: write a number and a unit"),
         ({"mesh": "pp4-dp2", "accumulation": 2}, "set accumulation=4 or more"),
         ({"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "dualpipev"}, "choose from 1f1b, gpipe"),
-        (
-            {"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "zbv-zero-bubble", "reshard": "always"},
-            "use reshard never",
-        ),
+        ({"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "zbv-zero-bubble", "reshard": "always"}, "reshard never"),
         ({"mesh": "pp2-dp4", "accumulation": 2, "reshard": "2"}, "in a pipeline choose from never, except-last"),
     ],
 )

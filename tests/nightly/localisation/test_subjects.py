@@ -1,36 +1,33 @@
 """First wrong places of other people's trainers: classic mistakes by file and line, wrong functions, and no others."""
 
+import linecache
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.located.mistakes import mistakes
+from benchmarks.mistakes import FOLDER, MistakeSet
 from conformance.localisation.subject_run import SubjectRun
 from conformance.outcomes import Unsupported
-from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS
+from conformance.plan.matrix import FAULT_CELLS
 from conformance.project import PROJECT
 from conformance.report.location import Location
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
 from conformance.subjects.running import SubjectRuns
+from tests.support.judged_trainers import BY_ID, store_of
 
-BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
 DP2, HSDP, TP = (cell.id for cell in FAULT_CELLS)
 META, BF16 = "dp2-fp32-default-meta", "dp2-bf16mp-default-full"
 TIED, RESUMED = "dp2-fp32-default-full-tied", "dp2-fp32-default-full-from.same"
 MODELS = "tests.support.subject_models"
+CLASSIC = MistakeSet(FOLDER)
 MISTAKES = {
-    "dropout-mask": (TP, "forward", "layers.0"),
-    "grad-placements": (TP, "backward", "layers.1.feed_forward"),
-    "layer-not-wrapped": (TP, "reduction", "layers.0.feed_forward.w2.weight"),
-    "local-norm": (TP, "clipping", ""),
-    "loss-scaled": (TP, "loss", ""),
-    "norm-gradient": (TP, "backward", "norm.weight"),
-    "rope-uninitialised": (META, "initial values", "rope_table"),
-    "stale-weights": (TP, "parameters", "embedding.weight"),
+    "local-norm": ("clipping", "", "square.sqrt()"),
+    "layer-left-out-of-fully-shard": ("reduction", "stem.weight", "fully_shard(model.classifier"),
+    "rope-uninitialised": ("initial values", "cos", "model.to_empty("),
+    "stale-weights": ("parameters", "embeddings.weight", 'model(batch["input_ids"])'),
+    "tp-norm-gradient-not-reduced": ("backward", "layers.1.ffn_norm.weight", "self.ffn_norm(x)"),
 }
-"""Cell, stage and name of each mistake of `benchmarks/located/mistakes`."""
+"""Stage, name and text of the located line, by mistake of benchmarks/mistakes."""
 WRONG = [
     ("plain_ddp", DP2, "initial values", "norm.weight"),
     ("gradients_not_divided", DP2, "reduction", "down.bias"),
@@ -65,29 +62,22 @@ UNUSUAL = [
 
 
 def first_wrong(pools: Pools, directory: Path, subject: str, cell: str) -> Location | None:
-    store = RecordStore(directory, "test", str(torch.__version__), None, 60.0, pools, subject=subject)
-    return SubjectRun(SubjectRuns(store), BY_ID[cell]).first_wrong()
+    return SubjectRun(SubjectRuns(store_of(pools, directory, subject)), BY_ID[cell]).first_wrong()
 
 
 @pytest.mark.parametrize("mistake_id", MISTAKES)
 def test_a_mistake_is_located_at_its_line(pools: Pools, tmp_path: Path, mistake_id: str) -> None:
-    mistake, (cell, stage, name) = mistakes()[mistake_id], MISTAKES[mistake_id]
-    location = first_wrong(pools, tmp_path, mistake.wrong, cell)
+    mistake, (stage, name, text) = CLASSIC.mistakes[mistake_id], MISTAKES[mistake_id]
+    trainer = CLASSIC.subjects[mistake.trainer]
+    file = tmp_path / trainer.file.name
+    file.write_text(mistake.patched(trainer.file.read_text()))
+    location = first_wrong(pools, tmp_path / "wrong", f"{file}:{trainer.name}", mistake.cells)
     assert location is not None
     assert (location.stage, location.name) == (stage, name)
     assert location.called is not None
-    assert PROJECT / location.called.file == mistake.file
-    assert location.called.line in mistake.lines
-
-
-def test_every_mistake_is_tried() -> None:
-    assert MISTAKES.keys() == mistakes().keys()
-
-
-@pytest.mark.parametrize("mistake_id", MISTAKES)
-def test_nothing_is_located_without_the_mistake(pools: Pools, tmp_path: Path, mistake_id: str) -> None:
-    for cell in {MISTAKES[mistake_id][0], "dp2-tp2-fp32-default-full-acc2-uneven"}:
-        assert first_wrong(pools, tmp_path, mistakes()[mistake_id].right, cell) is None
+    assert text in linecache.getline(str(PROJECT / location.called.file), location.called.line)
+    right = f"{trainer.file}:{trainer.name}"
+    assert first_wrong(pools, tmp_path / "right", right, mistake.cells) is None
 
 
 @pytest.mark.parametrize(("name", "cell", "stage", "place"), WRONG)
@@ -109,7 +99,7 @@ def test_nothing_is_located_in_unusual_and_right_trainers(pools: Pools, tmp_path
     [
         f"{MODELS}:right",
         "conformance.subjects.shipped.reference:ReferenceTrainer",
-        "benchmarks.located.mistakes.trainer:Trainer",
+        f"{FOLDER / 'trainers' / 'llm_tp.py'}:parallelize",
     ],
 )
 def test_nothing_is_located_in_right_trainers_on_any_cell(pools: Pools, tmp_path: Path, subject: str) -> None:

@@ -1,13 +1,11 @@
 """`conformance sim pytorch-tests` on a small checkout whose tests of FSDP2 are written for CUDA and NCCL."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conformance.project import PROJECT
 from conformance.sim_runs.pytorch_tests.record import Record, read_records
+from tests.support.programs import run_python
 
 FILE = "distributed/_composable/fsdp/test_small.py"
 TESTS = """
@@ -69,8 +67,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(checkout: Path, *options: str) -> tuple[int, str, Record]:
     report = checkout.parent / "report.json"
-    command = [sys.executable, "-m", "conformance", "sim", "pytorch-tests", str(checkout), "--world", "2", *options]
-    done = subprocess.run([*command, "--report", str(report)], cwd=PROJECT, capture_output=True, text=True)
+    command = ["-m", "conformance", "sim", "pytorch-tests", str(checkout), "--world", "2", *options]
+    done = run_python(*command, "--report", str(report), limit_s=1000)
     assert report.exists(), done.stderr
     (record,) = read_records(report)
     return done.returncode, done.stdout, record

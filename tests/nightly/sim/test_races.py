@@ -1,8 +1,6 @@
 """Races of an FSDP2 training in two ranks under torchrun, and of a test under pytest."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from conformance.sim_runs.races.exploring import explore
 from conformance.sim_runs.races.findings import Exploration
 from conformance.sim_runs.races.text import text
 from conformance.sim_runs.running import command_of
+from tests.support.programs import output_of
 
 LIMIT_S = 300.0
 TRAINING = """
@@ -89,8 +88,7 @@ def test_a_missing_wait_for_the_all_gather_is_named(tmp_path: Path) -> None:
 
 def test_a_test_under_pytest(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--sim", "--schedules", "3", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "test_it.py:10 (test_sum)" in done.stdout
-    assert "delaying one operator suffices" in done.stdout
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "--sim", "--schedules", "3", "test_it.py")
+    shown = output_of(*command, status=1, cwd=tmp_path, variables={"OMP_NUM_THREADS": "1"})
+    assert "test_it.py:10 (test_sum)" in shown
+    assert "delaying one operator suffices" in shown

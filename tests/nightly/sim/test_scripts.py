@@ -1,16 +1,12 @@
 """Training script for any accelerator: the same output on the CPU and on the simulated device, under each schedule."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from tests.support.simulated_processes import library
-
-LIMIT_S = 300.0
 
 SCRIPT = """
 import os
@@ -98,15 +94,9 @@ AUTOCAST = "autocast"
 VARIANTS = ("plain", "mixed precision", "offload", "scaler", AUTOCAST)
 
 
-def output_of(command: list[str], script: Path, variant: str, checkpoints: Path) -> list[str]:
+def printed_by(command: list[str], script: Path, variant: str, checkpoints: Path) -> list[str]:
     """Return the lines that two ranks of the script print."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command, str(script), variant, str(checkpoints)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = run_python("-m", *command, str(script), variant, str(checkpoints), variables={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
@@ -114,7 +104,7 @@ def output_of(command: list[str], script: Path, variant: str, checkpoints: Path)
 def on_sim(script: Path, variant: str, schedule: str) -> list[str]:
     """Return the lines that the script prints on the device."""
     command = ["conformance", "sim", "run", "--schedule", schedule, "--world", "2"]
-    return output_of(command, script, variant, script.with_name(f"{variant} {schedule}"))
+    return printed_by(command, script, variant, script.with_name(f"{variant} {schedule}"))
 
 
 @cache
@@ -126,7 +116,7 @@ def expected(script: Path, variant: str) -> list[str]:
     if variant == AUTOCAST:
         return on_sim(script, variant, "eager")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return output_of(torchrun, script, variant, script.with_name(f"{variant} on the CPU"))
+    return printed_by(torchrun, script, variant, script.with_name(f"{variant} on the CPU"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """`python -m conformance predict --simulate`: FSDP2 in a run without memory needs the predicted memory."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from conformance.run.ranks.messages import RankContext
 from conformance.sizing.prediction import Request, prediction
 from conformance.sizing.simulation import Simulation, fake_step, simulation
 from reference_trainer.parallel_dims import resolve_mesh
+from tests.support.programs import run_python
 
 SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]
 
@@ -61,14 +61,7 @@ def test_with_tensor_parallelism_as_json() -> None:
     """The command runs in a separate process, see `fake_step`."""
     shape = [f"--set={override}" for override in SMALL]
     options = ["--model=llama3-8b", "--mesh=hsdp2x8-tp4", "--seq-len=128", *shape, "--simulate", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "conformance", "predict", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    predicted = json.loads(done.stdout)
+    predicted = json.loads(run_python("-m", "conformance", "predict", *options).stdout)
     assert predicted["ranks"] == 64
     assert largest_deviation(msgspec.convert(predicted["simulation"], Simulation)) < 0.0001
 

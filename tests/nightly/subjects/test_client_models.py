@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conformance.run.pool import Pools
-from tests.nightly.subjects.test_wrong_subjects import BY_ID, judged_trainer
+from tests.support.judged_trainers import BY_ID, judged_trainer
 
 DP2, HSDP, TP = "dp2-fp32-default-full", "hsdp2x2-fp32-default-full", "dp2-tp2-fp32-default-full"
 UNEVEN, META, BF16 = "dp2-fp32-default-full-acc2-uneven", "dp2-fp32-default-meta", "dp2-bf16mp-default-full"

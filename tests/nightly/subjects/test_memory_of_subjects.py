@@ -4,17 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from conformance.detection.case_judge import simulated_device
-from conformance.judge.judge import Judged, judge
-from conformance.judge.registry import asserted_laws
-from conformance.judge.support import Machine
+from conformance.judge.judge import Judged
 from conformance.judge.verdicts import Verdict
-from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
+from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS
 from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
+from tests.support.judged_trainers import judged_trainer
 
 MODELS = "tests.support.subjects_with_memory"
 LAWS = ("memory-held", "memory-by-phase", "memory-of-steps")
@@ -22,16 +19,7 @@ CELLS = [cell for cell in TRAINER_CELLS if "tp" not in cell.mesh and cell.saved_
 
 
 def judged(pools: Pools, directory: Path, name: str, *, hardware: Hardware, laws: Sequence[str] = LAWS) -> list[Judged]:
-    version = str(torch.__version__)
-    store = RecordStore(directory, "test", version, None, 60.0, pools, hardware=hardware, subject=f"{MODELS}:{name}")
-    machine = Machine(hardware=hardware, torch_version=version, max_world_size=8)
-    scopes = {law_id: asserted_laws()[law_id] for law_id in laws}
-    return [
-        judge(Case(law_id, cell, name), asserted.law, asserted.test, store, machine=machine)
-        for cell in CELLS
-        for law_id, asserted in scopes.items()
-        if asserted.law.scope.holds(cell)
-    ]
+    return [*judged_trainer(pools, directory, f"{MODELS}:{name}", *CELLS, hardware=hardware, laws=laws).judged]
 
 
 @pytest.fixture(params=["cpu", "sim"])

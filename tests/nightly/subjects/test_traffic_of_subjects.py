@@ -11,7 +11,7 @@ from conformance.judge.judge import Judged
 from conformance.judge.verdicts import Verdict
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Pools
-from tests.nightly.subjects.test_wrong_subjects import judged_trainer
+from tests.support.judged_trainers import judged_trainer
 
 CELL = next(cell for cell in TRAINER_CELLS if cell.mesh == "dp2-tp2")
 LAWS = ("gradients", "memory-by-phase", "no-needless-collectives", "tensor-parallelism-is-on")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conformance.run.pool import Pools
-from tests.nightly.subjects.test_wrong_subjects import BY_ID, judged_trainer
+from tests.support.judged_trainers import BY_ID, judged_trainer
 
 DP2, HSDP = "dp2-fp32-default-full", "hsdp2x2-fp32-default-full"
 ACCUMULATED, META = "dp2-fp32-default-full-acc2", "dp2-fp32-default-meta"
@@ -13,61 +13,40 @@ UNEVEN, BF16 = "dp2-fp32-default-full-acc2-uneven", "dp2-bf16mp-default-full"
 EXPERTS, UNUSUAL = "tests.support.subject_experts", "tests.support.unusual_subjects"
 
 
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        ("without_expert_parallelism", [DP2]),
-        ("experts_ignored", [DP2, HSDP, ACCUMULATED]),
-        ("experts_in_groups_of_their_own", [DP2, HSDP, ACCUMULATED]),
-        ("experts_with_copies", [DP2, HSDP]),
-    ],
+RIGHT_ON_TWO_RANKS = (
+    *("spare", "probe_of_evaluation", "adapters", "frozen_and_ignored"),
+    *("trained_and_ignored", "frozen_block", "discriminator", "scratch"),
+    *("counting", "columns", "shared_block", "recomputed"),
+    *("compiled", "compiled_in_place_in_one_graph", "never_resharded", "prefetched"),
+    *("groups_and_decay", "gradient_hooks", "towers", "no_labels"),
 )
-def test_experts_that_ranks_hold_some_of_are_conformant(
-    pools: Pools, tmp_path: Path, name: str, cells: list[str]
-) -> None:
-    trainer = judged_trainer(pools, tmp_path, f"{EXPERTS}:{name}", *(BY_ID[cell] for cell in cells))
-    assert trainer.is_conformant(), trainer.reasons()
 
 
 @pytest.mark.parametrize(
     ("name", "cells"),
     [
-        ("spare", [DP2]),
+        *((name, [DP2]) for name in RIGHT_ON_TWO_RANKS),
         ("alternating", [DP2, ACCUMULATED]),
-        ("probe_of_evaluation", [DP2]),
-        ("adapters", [DP2]),
-        ("frozen_and_ignored", [DP2]),
-        ("trained_and_ignored", [DP2]),
-        ("frozen_block", [DP2]),
-        ("discriminator", [DP2]),
         ("sentinels", [DP2, META]),
-        ("scratch", [DP2]),
-        ("counting", [DP2]),
         ("odd_shapes", [DP2, HSDP]),
-        ("columns", [DP2]),
-        ("shared_block", [DP2]),
-        ("recomputed", [DP2]),
-        ("compiled", [DP2]),
-        ("compiled_in_place_in_one_graph", [DP2]),
-        ("never_resharded", [DP2]),
         ("head_in_fp32", [DP2, BF16]),
-        ("prefetched", [DP2]),
         ("partly_resharded", [DP2, HSDP, BF16]),
         ("gathered_by_unshard", [DP2, ACCUMULATED, HSDP]),
         ("two_passes", [DP2, ACCUMULATED, HSDP, BF16]),
         ("another_method", [DP2, ACCUMULATED]),
-        ("groups_and_decay", [DP2]),
-        ("gradient_hooks", [DP2]),
         ("own_gathers", [DP2, HSDP]),
-        ("towers", [DP2]),
         ("skipping_towers", [DP2, UNEVEN]),
         ("frozen_tower_of_some_ranks", [DP2, UNEVEN]),
-        ("no_labels", [DP2]),
         ("auxiliary_in_loss", [DP2, ACCUMULATED, UNEVEN]),
+        (f"{EXPERTS}:without_expert_parallelism", [DP2]),
+        (f"{EXPERTS}:experts_ignored", [DP2, HSDP, ACCUMULATED]),
+        (f"{EXPERTS}:experts_in_groups_of_their_own", [DP2, HSDP, ACCUMULATED]),
+        (f"{EXPERTS}:experts_with_copies", [DP2, HSDP]),
     ],
 )
 def test_right_and_unusual_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:
-    trainer = judged_trainer(pools, tmp_path, f"{UNUSUAL}:{name}", *(BY_ID[cell] for cell in cells))
+    subject = name if ":" in name else f"{UNUSUAL}:{name}"
+    trainer = judged_trainer(pools, tmp_path, subject, *(BY_ID[cell] for cell in cells))
     assert trainer.is_conformant(), trainer.reasons()
 
 
@@ -85,21 +64,18 @@ def test_state_beside_parameters_is_no_fault(pools: Pools, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize(
-    ("name", "failing"),
+    ("name", "cell", "failing"),
     [
-        (f"{EXPERTS}:experts_not_divided", {"gradients", "parameters", "loss", "gradient-norm"}),
-        (f"{EXPERTS}:gate_left_out", {"fsdp-is-on", "replicas"}),
-        (f"{UNUSUAL}:trained_ignored_and_not_reduced", {"replicas"}),
-        (f"{UNUSUAL}:running_statistics", {"replicas"}),
+        (f"{EXPERTS}:experts_not_divided", DP2, {"gradients", "parameters", "loss", "gradient-norm"}),
+        (f"{EXPERTS}:gate_left_out", DP2, {"fsdp-is-on", "replicas"}),
+        (f"{UNUSUAL}:trained_ignored_and_not_reduced", DP2, {"replicas"}),
+        (f"{UNUSUAL}:running_statistics", DP2, {"replicas"}),
+        (f"{UNUSUAL}:precision_of_a_block_forgotten", BF16, {"bf16-is-used"}),
     ],
 )
-def test_faults_next_to_them_are_seen(pools: Pools, tmp_path: Path, name: str, failing: set[str]) -> None:
-    assert failing <= judged_trainer(pools, tmp_path, name).failing()
-
-
-def test_a_forgotten_precision_is_seen_beside_a_layer_in_fp32(pools: Pools, tmp_path: Path) -> None:
-    judged = judged_trainer(pools, tmp_path, f"{UNUSUAL}:precision_of_a_block_forgotten", BY_ID[BF16])
-    assert "bf16-is-used" in judged.failing(), judged.reasons()
+def test_faults_next_to_them_are_seen(pools: Pools, tmp_path: Path, name: str, cell: str, failing: set[str]) -> None:
+    trainer = judged_trainer(pools, tmp_path, name, BY_ID[cell])
+    assert failing <= trainer.failing(), trainer.reasons()
 
 
 def test_experts_that_are_no_dtensors_are_refused_in_one_line(pools: Pools, tmp_path: Path) -> None:

@@ -2,25 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from conformance.detection.case_judge import simulated_device
-from conformance.judge.judge import Judged, judge
-from conformance.judge.registry import asserted_laws
-from conformance.judge.support import Machine
+from conformance.judge.judge import Judged
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell, cell_from_id
-from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.plan.substrates import SIM
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
+from tests.support.judged_trainers import ALL_LAWS, DP2, HSDP, judged_trainer
 
 MODELS = "tests.support.subjects_on_device"
 REFERENCE = "conformance.subjects.shipped.reference:ReferenceTrainer"
-LAWS = {law_id: asserted for law_id, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
-DP2, HSDP, _TP = FAULT_CELLS
 OFFLOADED = DP2.but(offload="cpu")
 RACES = {
     "offload-copy-not-awaited": "dp2-bf16mp-default-full-acc2-offloadcpu",
@@ -29,23 +25,12 @@ RACES = {
 """Cell of other trainers on which a race of torch shows."""
 
 
-def judged(
-    pools: Pools, directory: Path, name: str, cell: Cell, *, laws: Sequence[str] = (), defect: str | None = None
-) -> list[Judged]:
+def judged(pools: Pools, directory: Path, name: str, cell: Cell, **options: Any) -> Sequence[Judged]:
     """Judge a trainer on a cell by these laws, or by all; nothing where nothing can compile the device."""
     hardware = simulated_device()
-    if hardware is None:
-        return []
     subject = name if ":" in name else f"{MODELS}:{name}"
-    store = RecordStore(
-        directory, "test", str(torch.__version__), defect, 60.0, pools, hardware=hardware, subject=subject
-    )
-    machine = Machine(hardware=hardware, torch_version=store.torch_version, max_world_size=8)
-    return [
-        judge(Case(law_id, cell, name), asserted.law, asserted.test, store, machine=machine)
-        for law_id, asserted in LAWS.items()
-        if (law_id in laws or not laws) and asserted.law.scope.holds(cell)
-    ]
+    options = {"laws": ALL_LAWS, **options}
+    return judged_trainer(pools, directory, subject, cell, hardware=hardware, **options).judged if hardware else []
 
 
 def problems(verdicts: Sequence[Judged]) -> dict[str, str]:
@@ -94,7 +79,7 @@ SEEN_BY = [
 
 
 def test_every_law_about_a_device_can_fail() -> None:
-    assert {law for _, _, law, _ in SEEN_BY} >= {law for law, each in LAWS.items() if each.law.substrates == SIM}
+    assert {law for _, _, law, _ in SEEN_BY} >= {law for law, each in ALL_LAWS.items() if each.law.substrates == SIM}
 
 
 @pytest.mark.parametrize(

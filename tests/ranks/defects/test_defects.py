@@ -122,13 +122,6 @@ def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
     assert {(judged.case.law, judged.verdict) for judged in results} == {(law, Verdict.FAIL) for law in laws}
 
 
-@pytest.mark.parametrize(
-    ("version", "dtype"), [("2.6.0", BF16), ("2.13.0+cpu", BF16), ("2.14.1", BF16), ("2.15.0", FP32)]
-)
-def test_an_unset_reduce_dtype_by_version(version: str, dtype: str) -> None:
-    assert dtype_policies.unset_reduce_dtype(version) == dtype
-
-
 def test_entries_are_complete() -> None:
     for defect in defects():
         assert defect.id == defect.id.lower().strip()

@@ -60,11 +60,7 @@ def test_an_allocator_that_obeys_passes() -> None:
             (record(ON, segments=True, **{name: None}), NEIGHBOUR, f"{name} is None before the device is used")
             for name in ALLOCATOR_VARIABLES
         ),
-        (
-            record(ON, segments=True),
-            record(UNSET, segments=True, **ON.environment),
-            "PYTORCH_ALLOC_CONF is expandable_segments:True too",
-        ),
+        (record(ON, segments=True), record(UNSET, segments=True, **ON.environment), "is expandable_segments:True too"),
     ],
 )
 def test_a_dead_value_and_a_session_that_sets_the_variables_fail(shown: Any, neighbour: Any, reason: str) -> None:

@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ from conformance.sim import device, generators
 from conformance.sim import torch_sim as SIM  # noqa: N812 - as programs name it, torch.sim
 from conformance.sim.schedules import Schedule
 from conformance.sim.settings import DEVICES_VARIABLE, SCHEDULE_VARIABLE
+from tests.support.programs import output_of
 from tests.support.simulated_processes import enabled_exit_code
-
-LIMIT_S = 120.0
 
 
 def devices_have_memory_and_streams_of_their_own() -> None:
@@ -172,19 +169,6 @@ def in_fork(check: Callable[[], object]) -> None:
 )
 def test_programs_have(check: Callable[[], None]) -> None:
     assert enabled_exit_code(check, devices=2) == 0
-
-
-def output_of(*command: str, status: int = 0, variables: Mapping[str, str] | None = None) -> str:
-    """Return the output of a Python command."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, **(variables or {})},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == status, done.stderr[-2000:]
-    return done.stdout + done.stderr
 
 
 DATA = """

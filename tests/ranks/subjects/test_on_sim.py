@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from conformance.detection.case_judge import simulated_device
 from conformance.outcomes import CellFailed
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Pools
-from conformance.run.store import RecordStore
 from conformance.subjects.running import SubjectRuns
+from tests.support.judged_trainers import store_of
 
 MODELS = "tests.support.subjects_on_device"
 DP2 = TRAINER_CELLS[0]
@@ -19,10 +18,7 @@ DP2 = TRAINER_CELLS[0]
 def runs(pools: Pools, directory: Path, name: str) -> SubjectRuns | None:
     """Return the runs of a trainer, or None where nothing can compile the device."""
     hardware = simulated_device()
-    if hardware is None:
-        return None
-    version, subject = str(torch.__version__), f"{MODELS}:{name}"
-    return SubjectRuns(RecordStore(directory, "test", version, None, 60.0, pools, hardware=hardware, subject=subject))
+    return SubjectRuns(store_of(pools, directory, f"{MODELS}:{name}", hardware=hardware)) if hardware else None
 
 
 def test_a_run_tells_of_streams_and_memory(pools: Pools, tmp_path: Path) -> None:

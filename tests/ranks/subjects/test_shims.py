@@ -1,9 +1,8 @@
 """Shims that an author picks, each in a separate process, since a process keeps them until it ends."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import output_of
 
 _ATTENTION = """
 import os
@@ -82,5 +81,4 @@ with pytest.raises(SubjectMistake, match="did you mean `importable-triton`"):
 
 @pytest.mark.parametrize("program", [_ATTENTION, _CUDA, _TRITON, _UNKNOWN], ids=["attention", "cuda", "triton", "name"])
 def test_a_shim_does_what_its_docstring_says(program: str) -> None:
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    output_of("-W", "ignore", "-c", program)

@@ -1,8 +1,5 @@
 """Mutants of torch: each fault has another effect, in every process that the hook reaches."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from conformance.defects.injection import NotInjectable
 from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse
 from conformance.project import PROJECT
+from tests.support.programs import run_python
 from tests.support.sample_reports import case, report
 
 CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")
@@ -124,8 +122,6 @@ def test_the_hook_changes_a_module_of_torch_as_it_is_imported() -> None:
     program += "torch.nn.utils.clip_grads_with_norm_([p], 0.25, torch.tensor(2.0)); print(p.grad.item())"
     factors = []
     for mutant in ("", f"{module}:{point.number}"):
-        environment = os.environ | {"PYTHONPATH": str(HOOK), "MUTANT": mutant}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=environment, cwd=PROJECT, text=True, capture_output=True, check=True)
-        factors.append(float(done.stdout))
+        variables = {"PYTHONPATH": str(HOOK), "MUTANT": mutant}
+        factors.append(float(run_python("-c", program, variables=variables).stdout))
     assert factors == pytest.approx([0.125, 0.5], rel=1e-3)

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 from reference_trainer.config import load_config
 from tests.support.matrices import write_matrix
+from tests.support.programs import output_of
 
 MATRIX = """\
 schema: 2
@@ -156,9 +156,7 @@ def test_listing_and_sessions_do_not_load_torch() -> None:
         "import reference_trainer.precision; from conformance.defects.catalogue import signatures; signatures(); "
         "assert main.main(['list', '--profile', 'smoke']) == 0; sys.exit('torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, timeout=60, check=False)
-    assert done.returncode == 0
+    output_of("-c", program)
 
 
 COMPLETE = """

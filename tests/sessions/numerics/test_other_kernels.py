@@ -1,14 +1,12 @@
 """Kernels that add in another order, in a separate process, since they cannot be removed."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
 import pytest
 
-from conformance.project import PROJECT
+from tests.support.programs import run_python
 
 PROGRAM = """
 import json, sys
@@ -90,8 +88,7 @@ print(json.dumps({"found": found, "second": second}))
 
 @cache
 def with_seed(seed: int) -> Any:
-    command = [sys.executable, "-c", PROGRAM, str(seed)]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", PROGRAM, str(seed))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case, load_matrix
-from conformance.project import PROJECT
+from conformance.plan.matrix import Case
 from conformance.pytest_plugin.cases import RunOrder, Shard, parse_shard
 
 CASES = st.lists(st.builds(Case, st.sampled_from(["PAR-1", "PAR-2", "MP-1"]), st.builds(Cell, seed=st.integers(0, 30))))
@@ -23,13 +22,6 @@ def test_shards_are_a_partition_and_keep_cells_together(cases: list[Case], data:
     assert sum(len({case.cell for case in shard}) for shard in shards) == cells
     sizes = [len({case.cell for case in shard}) for shard in shards]
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("profile", ["smoke", "pr"])
-def test_the_shards_of_a_profile_are_the_profile(profile: str) -> None:
-    cases = load_matrix(PROJECT / "matrix.yaml").cases(profile)
-    shards = [case for index in range(1, 8) for case in Shard(index, 7).of(cases)]
-    assert sorted(shards, key=cases.index) == list(cases)
 
 
 @pytest.mark.parametrize("text", ["", "0/3", "4/3", "1/3/5", " 1/2", "1.0/2"])

@@ -167,10 +167,6 @@ def streamed_cases(directory: Path) -> list[dict[str, str]]:
     return [line for line in stream if line["type"] == "case"]
 
 
-def cells_in_order(directory: Path) -> list[str]:
-    return list(dict.fromkeys(line["cell"] for line in streamed_cases(directory)))
-
-
 # Failures
 
 

@@ -113,11 +113,7 @@ def test_meshes_that_do_not_fit(mesh: MeshConfig, world_size: int, message: str)
         (TrainerConfig(), ParallelDims(1, 1, 8), "model.n_heads 4 is not divisible by mesh.tp 8"),
         (TrainerConfig(), ParallelDims(1, 1, 4), "model.n_kv_heads 2 is not divisible by mesh.tp 4"),
         (TrainerConfig(model=ModelConfig(ffn_dim=7)), ParallelDims(1, 1, 2), "model.ffn_dim 7 is not divisible by"),
-        (
-            TrainerConfig(data=DataConfig(seq_len=7)),
-            ParallelDims(1, 1, 2),
-            "data.seq_len 7 is not divisible by mesh.tp",
-        ),
+        (TrainerConfig(data=DataConfig(seq_len=7)), ParallelDims(1, 1, 2), "data.seq_len 7 is not divisible by"),
         (TrainerConfig(), ParallelDims(1, 3, 1), "data.global_batch_size 8 is not divisible by data-parallel ranks x"),
         (TrainerConfig(accumulation=8), ParallelDims(2, 1, 1), "ranks x accumulation = 2 x 8"),
         (
@@ -208,10 +204,7 @@ def test_overrides_change_the_fields_they_name() -> None:
         (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: write steps=VALUE"),
         (["data.path=2.10"], "--set data.path=2.10: Expected `str | null`, got `float`: put the value in quotes - at"),
         (["optimiser.lr=1"], "--set optimiser.lr=1: unknown field `optimiser`; allowed: model, "),
-        (
-            ["mesh.tp=2", "mesh.dp_shard=0"],
-            "--set mesh.tp=2 with --set mesh.dp_shard=0: mesh.dp_shard is 0, must be",
-        ),
+        (["mesh.tp=2", "mesh.dp_shard=0"], "--set mesh.tp=2 with --set mesh.dp_shard=0: mesh.dp_shard is 0, must be"),
         (["steps=2", "model.dim=130"], f"{TINY}:2 with --set model.dim=130: model.dim 130 is not divisible by"),
     ],
 )

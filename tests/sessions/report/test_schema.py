@@ -1,13 +1,12 @@
 """JSON Schema of report.json and of the lines of report.jsonl: reports satisfy it, and other things do not."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from conformance.report.schema import CaseLine, Footer, Header, line_schema, report_schema
+from tests.support.programs import run_python
 from tests.support.sample_reports import FACTS, case, deviation, location, report
 
 pytest.importorskip("check_jsonschema", reason="pip install -e .[dev]")
@@ -25,8 +24,7 @@ def is_valid(directory: Path, schema: object, *instances: object) -> bool:
     for number, content in enumerate((schema, *instances)):
         files.append(directory / f"{number}.json")
         files[-1].write_bytes(msgspec.json.encode(content))
-    command = [sys.executable, "-m", "check_jsonschema", "--schemafile", *map(str, files)]
-    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    return run_python("-m", "check_jsonschema", "--schemafile", *map(str, files)).returncode == 0
 
 
 def header() -> Header:

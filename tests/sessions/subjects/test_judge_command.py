@@ -1,9 +1,7 @@
 """`python -m conformance judge`: a session about another trainer, and mistakes as one line and exit status 4."""
 
 import json
-import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,20 +10,16 @@ import pytest
 from conformance.__main__ import main
 from conformance.judge.registry import asserted_laws
 from conformance.plan.substrates import SIM
-from conformance.project import PROJECT
 from conformance.subjects import subject
 from conformance.subjects.protocol import reference_name
+from tests.support.programs import run_python
 from tests.support.subject_models import batch, loss
 
 RIGHT = "tests.support.subject_models:right"
 
 
 def judge(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-m", "conformance", "judge", *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=variables, capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_python("-m", "conformance", "judge", *arguments, cwd=directory)
 
 
 def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None:
@@ -83,9 +77,7 @@ def test_a_cell_that_hangs_ends_no_report_and_verify_agrees(tmp_path: Path) -> N
 
 
 def verified(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
-    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, check=False)
+    return run_python("-m", "conformance", "verify", "conformance-report", cwd=directory)
 
 
 def test_a_trainer_that_raises_is_one_crash_of_a_cell_with_its_traceback(tmp_path: Path) -> None:

@@ -162,15 +162,14 @@ def _attention(device: torch.device) -> Mapping[str, Fact]:
 
 
 def _fused_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the name of the operator that computes causal attention, `math` for products and a softmax."""
     q, k, v = (torch.rand(2, 2, 16, head_size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    names = _operators(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    fused = {
-        name.removeprefix(_FUSED_ATTENTION).partition("_attention")[0]
-        for name in names
-        if name.startswith(_FUSED_ATTENTION)
-    }
-    return ", ".join(sorted(fused)) or "math"
+    return attention_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def attention_of(compute: Callable[[], object]) -> str:
+    """Return the name of the operator with which a computation attends, such as `flash`; `math` for products alone."""
+    names = (name.removeprefix(_FUSED_ATTENTION) for name in _operators(compute) if name.startswith(_FUSED_ATTENTION))
+    return ", ".join(sorted({name.partition("_attention")[0] for name in names if "backward" not in name})) or "math"
 
 
 def _operators(compute: Callable[[], object]) -> set[str]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -34,16 +34,7 @@ def facts_of_two_ranks(device: torch.device) -> Mapping[str, Fact]:
     variables = _environment(device.type)
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", __name__, device.type, f"{directory}/meeting"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env={name: value.replace(RANK_IN_VALUE, str(rank)) for name, value in variables.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(_RANKS)
-        ]
+        ranks = started(command, variables, size=_RANKS)
         try:
             outputs = [rank.communicate(timeout=_LIMIT_S)[0] for rank in ranks]
         finally:
@@ -54,6 +45,20 @@ def facts_of_two_ranks(device: torch.device) -> Mapping[str, Fact]:
             raise RuntimeError(f"a rank ended with status {rank.returncode}: {output.strip()[-500:]}")
     facts: Mapping[str, Fact] = json.loads(outputs[0].splitlines()[-1])
     return facts
+
+
+def started(command: Sequence[str], variables: Mapping[str, str], *, size: int) -> list["subprocess.Popen[str]"]:
+    """Start a process of each rank, whose number follows the command and replaces `RANK_IN_VALUE` in variables."""
+    return [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env={name: value.replace(RANK_IN_VALUE, str(rank)) for name, value in variables.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
 
 
 def _environment(device_type: str) -> dict[str, str]:
