@@ -106,3 +106,11 @@ def test_changes_that_are_noise_do_not_raise_the_bound_of_others() -> None:
     assert changes.by_name["bias"] > 1e6
     assert changes.overall == pytest.approx(1e-6, rel=0.1)
     assert own_errors([run], exact, None).overall > 0.1  # by which a random model is told
+
+
+def test_in_bf16_deviations_that_are_usual_there_count() -> None:
+    origin = {"steady": torch.zeros(4), "noise": torch.zeros(4)}
+    exact = {"steady": torch.ones(4), "noise": torch.ones(4)}
+    run = {"steady": torch.tensor([1.0, 1.0, 1.0, -1.0]), "noise": -torch.ones(4)}
+    in_fp32 = OwnErrors({"steady": 1e-6, "noise": 1.0}, 1e-6)
+    assert own_errors([run], exact, origin, in_fp32=in_fp32).overall == pytest.approx(1.0)
