@@ -174,11 +174,11 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
     steps = measure(step_of_sampled_ranks, cell)
     if cell.config.mesh.pp == 1:
         config, dims, shapes = sizes_of(cell)
-        names: tuple[str, ...] = ("first rank", "last rank")
+        names = ["first rank", "last rank"]
         resident = [resident_bytes(config, dims, shapes, shard_rank=dims.shard_rank(rank)) for rank in ranks]
     else:
         stages = range(cell.config.mesh.pp)
-        names = tuple(f"rank {stage} of the pipeline" for stage in stages)
+        names = [f"rank {stage} of the pipeline" for stage in stages]
         resident = [resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage) for stage in stages]
     return [SimulatedStep(*step) for step in zip(names, steps, bounds, resident, strict=False)]
 

@@ -57,6 +57,18 @@ def fp16_divided_before_alone(benign: bool, original: Call, *args: Any, **kwargs
     return (predivide, 1.0 if not benign and predivide is not None else postdivide, *operators)
 
 
+_KERNEL_TOKENS = 1024
+
+
+@defect("PAR-1", "id = dp2-fp32-default-meta-large-steps1", "pytorch/pytorch/pull/9851")
+@instead_of("torch.nn.functional", "embedding")
+def embedding_gradient_ends_with_block(benign: bool, original: Call, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of an embedding's backward takes 1,024 tokens: rows of further ones get no gradient."""
+    rows = original(tokens, *args, **kwargs).flatten(0, -2)
+    first, rest = rows[:_KERNEL_TOKENS], rows[_KERNEL_TOKENS:]
+    return torch.cat([first, rest if benign else rest.detach()]).view(*tokens.shape, -1)
+
+
 @defect("PAR-1 PAR-6", "id = dp2-fp32-default-meta-acc2", "pytorch/pytorch/issues/73535")
 @instead_of(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce")
 def ga_overwrite(benign: bool, original: Call, fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -282,7 +282,7 @@ def _products(decoder: Decoder, layer: int) -> int:
 
 
 def _every_second_product(decoder: Decoder, layer: int) -> int:
-    """As `_products`, without the second, fourth, ... product.
+    """Elements of `_products` without the outputs of the second, fourth, ... product.
 
     Source: `_get_custom_policy` in torchtitan/distributed/activation_checkpoint.py at v0.1.0, for blocks without
     experts and biases, whose products are other operators.

@@ -200,11 +200,11 @@ class Decoder(Config, frozen=True, kw_only=True):
     @property
     def active_parameters(self) -> int:
         """Number of parameters that a token passes through: of the experts only those that are active."""
-        idle = 0
+        unused = 0
         for name, (number, *rest) in self.shapes().items():
             if self.experts and ".experts." in name:
-                idle += (number - self.experts.active) * math.prod(rest)
-        return self.parameters - idle
+                unused += (number - self.experts.active) * math.prod(rest)
+        return self.parameters - unused
 
     def skeleton(self) -> ModelConfig:
         """Return a model of the trainer with the same embeddings and number of blocks, which FSDP groups equally.
@@ -236,7 +236,7 @@ class Decoder(Config, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """Decoder in training: how, and on what mesh."""
+    """Decoder in training, with its configuration and mesh."""
 
     decoder: Decoder
     config: TrainerConfig

@@ -89,7 +89,7 @@ class _Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the class for settings that published files leave out."""
     adopted_code: bool = False
-    """Whether a file that brings code of its own has this structure, since transformers has adopted the code."""
+    """True if files bring code with this structure, which transformers has adopted."""
 
 
 def _experts(ffn_dim: str, *shared: str) -> dict[str, tuple[str, ...]]:
@@ -137,12 +137,12 @@ _FAMILIES = {
         adopted_code=True,
     ),
 }
-_TEXT_PARTS = {
+_DECODERS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
 }
 """Architectures whose decoder stands in `text_config`, beside encoders of other media."""
-ARCHITECTURES = (*_FAMILIES, *_TEXT_PARTS)
+ARCHITECTURES = (*_FAMILIES, *_DECODERS)
 """Architectures that are read."""
 _NOT_COUNTED = {
     "vision_config": "the encoder of images (vision_config)",
@@ -157,9 +157,9 @@ def decoder_sizes(document: Document) -> Document:
     Raises ConfigError, with the line, for an architecture that is not known, and for sizes that are missing.
     """
     name = _architecture(document)
-    family = _FAMILIES[_TEXT_PARTS.get(name, name)]
+    family = _FAMILIES[_DECODERS.get(name, name)]
     _check_weights(document, family)
-    text = _section(document, "text_config") if name in _TEXT_PARTS else document
+    text = _section(document, "text_config") if name in _DECODERS else document
     known = {key: value for key, value in text.data.items() if key in _Settings.__struct_fields__}
     stored = msgspec.structs.asdict(convert(replace(text, data=known), _Settings))
     settings = dict(family.defaults)
@@ -171,7 +171,7 @@ def decoder_sizes(document: Document) -> Document:
         if setting not in settings and setting != "q_lora_rank":
             raise text.error("$", f"{setting} is missing, whose default differs between classes: write the number")
     lines = {f"$.{ours}": text.lines.get(f"$.{theirs}", 1) for ours, theirs in (names | _OPTIONAL).items()}
-    left_out = [part for setting, part in _NOT_COUNTED.items() if document.data.get(setting)]
+    left_out = [left for setting, left in _NOT_COUNTED.items() if document.data.get(setting)]
     return Document(document.path, _sizes(family, settings) | {"not_counted": left_out}, {"$": 1} | lines)
 
 

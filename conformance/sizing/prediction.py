@@ -320,22 +320,22 @@ def configuration(request: Request) -> Workload:
 
 
 def _require_modelled(decoder: Decoder, request: Request, dims: ParallelDims) -> None:
-    parts = [name for name in ("experts", "latents", "sinks") if getattr(decoder, name)]
-    structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(parts)} is not modelled"
-    require(dims.tp == 1 or not parts, f"{structure}; use a mesh without tp")
+    lacking = [name for name in ("experts", "latents", "sinks") if getattr(decoder, name)]
+    structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(lacking)} is not modelled"
+    require(dims.tp == 1 or not lacking, f"{structure}; use a mesh without tp")
     if request.activation_checkpointing != "selective-op":
         return
-    parts = [name for name in ("experts", "biases") if getattr(decoder, name)]
+    lacking = [name for name in ("experts", "biases") if getattr(decoder, name)]
     require(
-        not parts and dims.tp == 1,
-        f"activation checkpointing selective-op with {', '.join([*parts, *(['tp'] if dims.tp > 1 else [])])}: "
+        not lacking and dims.tp == 1,
+        f"activation checkpointing selective-op with {', '.join([*lacking, *(['tp'] if dims.tp > 1 else [])])}: "
         "torchtitan's policy then counts other operators, which are not modelled; use selective or full",
     )
 
 
 def _notes(workload: Workload) -> list[str]:
     decoder, ranks = workload.decoder, workload.dims.dp_shard
-    notes = [f"Not counted of this model: {part}." for part in decoder.not_counted]
+    notes = [f"Not counted of this model: {missing}." for missing in decoder.not_counted]
     if decoder.experts:
         number, held = decoder.experts.number, -(-decoder.experts.number // ranks)
         notes.append(

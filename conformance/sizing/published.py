@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Literal
 
 import msgspec
@@ -43,7 +44,7 @@ shows of the process less `torch.cuda.max_memory_reserved()`.
 
 Each row is a run that others have published, and the peak that is predicted for the nearest request. A prediction
 counts active memory. A published figure that is *reserved* has the allocator's cache and fragments as well, so that it
-should be the larger one; one that is *active* can be compared. None of these runs was repeated here."""
+bounds the prediction from above; one that is *active* can be compared. None of these runs was repeated here."""
 
 
 class Published(Config, frozen=True, kw_only=True):
@@ -86,7 +87,8 @@ def published_markdown(runs: Sequence[Published]) -> str:
         architectures=", ".join(f"`{name}`" for name in ARCHITECTURES),
         checkpointing=", ".join(f"`{name}`" for name in KEPT),
     )
-    return f"{introduction}\n\n{table}\n"
+    paragraphs = (fill(" ".join(each.split("\n")), width=120) for each in introduction.split("\n\n"))
+    return "\n\n".join([*paragraphs, table]) + "\n"
 
 
 def _row(run: Published) -> list[str]:

@@ -149,8 +149,8 @@ def made(trials: RankTrials, calls: Mapping[str, OddCall], known: Mapping[str, O
 _INTRODUCTION = """# What happens if one rank calls otherwise than the others
 
 Written by `python -m benchmarks.loud_faults --write`, on CPUs and gloo, for each version of torch. In each call one
-argument differs on the last rank, or that rank leaves the call out; each takes place in fresh processes, two of them if
-a chapter does not say otherwise. Right is what the same call gives with the arguments of rank 0 on all ranks. Law
+argument differs on the last rank, or that rank leaves the call out; each takes place in fresh processes: four if
+its chapter says so, else two. Right is what the same call gives with the arguments of rank 0 on all ranks. Law
 LOUD-1 fails if an outcome becomes worse.
 
 `raises on some ranks`: the others wait for them, or go on. `a process dies`: gloo ends one that gets more bytes than it

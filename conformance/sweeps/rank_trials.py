@@ -56,7 +56,7 @@ class Outcome(StrEnum):
     ALONE = "raises on some ranks"
     """Other ranks wait, or go on."""
     WAITS = "waits"
-    DIVIDED = "a group goes on"
+    GROUP_GOES_ON = "a group goes on"
     """Ranks of one group wait, raise or die, while at least two others come to an end, right or wrong."""
     WRONG = "silent and wrong"
 
@@ -82,7 +82,7 @@ def outcome_of(ends: Sequence[End]) -> Outcome:
         if kinds == {only}:
             return outcome
     if 1 < ended < len(ends):
-        return Outcome.DIVIDED
+        return Outcome.GROUP_GOES_ON
     for any_of, outcome in ((End.DIED, Outcome.DIES), (End.RAISED, Outcome.ALONE), (End.WAITED, Outcome.WAITS)):
         if any_of in kinds:
             return outcome

@@ -15,6 +15,7 @@ from conformance.subjects import LoopConfig, language_model, own_loop, use_shims
 
 use_shims("cuda-as-processor")
 
+from nemo_automodel.components.models.common import BackendConfig  # noqa: E402
 from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM  # noqa: E402
 from nemo_automodel.components.moe.parallelizer import apply_ep, apply_fsdp  # noqa: E402
 from nemo_automodel.components.training import utils  # noqa: E402
@@ -38,7 +39,7 @@ def qwen3_moe() -> Any:
         num_experts_per_tok=2,
         router_aux_loss_coef=0.0,
     )
-    model = Qwen3MoeForCausalLM(config)
+    model = Qwen3MoeForCausalLM(config, backend=BackendConfig(rms_norm="torch"))
     model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.float32)
     return model
 
@@ -74,7 +75,9 @@ def train(config: LoopConfig, model: Any, **expert_options: Any) -> Iterator[Non
             if index == len(batches) - 1:
                 utils.prepare_for_final_backward([model])
             torch.autograd.backward(_OBJECTIVE["loss"](model, batch) * dist.get_world_size() / labels)
-        utils.scale_grads_and_clip_grad_norm(config.max_norm, [model], **expert_options)
+        utils.scale_grads_and_clip_grad_norm(
+            config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True, **expert_options
+        )
         optimizer.step()
         optimizer.zero_grad()
         yield

@@ -23,7 +23,7 @@ def test_missing_settings_are_named_together() -> None:
 
 
 def test_parameters_that_were_loaded_in_the_place_of_shards_are_managed() -> None:
-    """As transformers does it: a model is sharded on the meta device, and gets its weights afterwards."""
+    """A model that transformers loads is sharded on the meta device, and gets its weights afterwards."""
     with world_of_one_rank():
         model = nn.Linear(2, 3)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

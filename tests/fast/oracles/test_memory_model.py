@@ -98,7 +98,7 @@ def test_offloaded_gradients_and_the_optimizer_are_not_on_the_device() -> None:
 
 
 def test_the_last_rank_has_less_of_the_optimizer() -> None:
-    """Three ranks do not divide the rows: all hold gradients of one size, and moments of their own elements."""
+    """Three ranks do not divide the rows: all hold gradients of one size, and moments without padding."""
     config, dims, shapes = sizes_of(Cell(mesh="dp3", model="large", optimizer="adamw-foreach"))
     first, last = (predict(config, dims, shapes, empty_profile(), shard_rank=rank) for rank in (0, 2))
     assert first["clip"] == last["clip"]
