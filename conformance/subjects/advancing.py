@@ -1,4 +1,4 @@
-"""State of a model that advances with each call, whatever the data: a count of calls, an iteration of spectral norm.
+"""State of a model that advances with each call, by any data: a count of calls, an iteration of spectral norm.
 
 A rank calls its model for its own micro-batches. One process calls it for those of all ranks, and would be further on.
 """
@@ -43,7 +43,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def advancing_buffers(model: nn.Module, losses: Sequence[Loss], batches: Sequence[Batch]) -> list[str]:
-    """Return the buffers that a call changes, and changes alike for two micro-batches, the first and the last one.
+    """Return the buffers that a call changes in the same way for two micro-batches, the first and the last one.
 
     `losses` are those of all turns, each a function of model and batch.
     """

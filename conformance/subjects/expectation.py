@@ -110,7 +110,7 @@ class _Step:
     """One step of a cell in one process."""
 
     def __init__(self, subject: Subject, cell: SubjectCell, step: int, advancing: Sequence[str]) -> None:
-        """`advancing` are names of buffers that begin anew for each rank."""
+        """`advancing` are names of buffers that begin as before the step for each rank."""
         self._turn, self._cell, self._step, self._advancing = turn_of(subject, step), cell, step, advancing
         ranks = range(cell.data_ranks)
         self._batches = [micro_batches(subject, cell.workload, step=step, data_rank=rank) for rank in ranks]

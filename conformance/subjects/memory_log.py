@@ -31,7 +31,7 @@ _POLL_S, _CALM = 0.0005, 3
 _LONGEST_WAIT_S = 0.5
 """Time after which threads that go on working have nothing to do with the run."""
 _SEARCHED_ABOVE_BYTES = 64
-"""Bytes besides the state of training above which all objects of Python are searched for what holds them."""
+"""Bytes besides the state of training above which all objects of Python are searched for their holders."""
 _CACHED = type(functools.cache(lambda: None))
 BUILD = -1
 """Number of the step before all steps, in which the model is built."""

@@ -96,7 +96,7 @@ def _full_tensors_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> i
 
 
 def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
-    """Return the bytes of what FSDP2 has gathered before forward, as by `unshard`, and of one all-gather's output."""
+    """Return the bytes that FSDP2 has gathered before forward, as by `unshard`, and of one all-gather's output."""
     gathers = [
         entry.nbytes * len(group.ranks)
         for group in fsdp_groups(evidence.record, facts.rank)

@@ -136,7 +136,7 @@ def _jumps(subject: Subject, exact: reference.Trajectory, noise: GradientNoise) 
 
 def _first_step(subject: Subject, exact: reference.Trajectory, gradients: reference.Tensors) -> reference.Tensors:
     """Return the change of each parameter by the first step of the first optimizer."""
-    parameters = {name: nn.Parameter(exact.initial[name].float()) for name in gradients}
+    parameters = {name: nn.Parameter(exact.initial[name].float().clone()) for name in gradients}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     optimizer = turns_of(subject)[0].subject.make_optimizer(parameters.values())
     for name, parameter in parameters.items():

@@ -122,7 +122,7 @@ class LoopSubject:
     refuses: Callable[[SubjectCell], str | None]
     shims: Sequence[str] = field(default=())
     divides_losses: ClassVar[bool] = True
-    """True, always: the owner's code divides by what counts, and the suite's does not."""
+    """True, always: the owner's code divides losses by counts, and the suite's does not."""
     turns: Mapping[str, "LoopSubject"] = field(default_factory=dict)
     """Subjects with one loss and one optimizer each, by the module that these train; empty if all is trained at once.
     """

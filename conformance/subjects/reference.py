@@ -211,7 +211,7 @@ def _accumulate(
 ) -> float:
     """Add up the gradients of the mean loss of micro-batches; returns the loss.
 
-    Buffers with the names in `advancing` begin anew for each list of micro-batches.
+    Buffers with the names in `advancing` begin as before the step for each list of micro-batches.
     """
     every = [*chain.from_iterable(batches)]
     total = sum(subject.count(batch) for batch in every)
@@ -265,18 +265,26 @@ def _reordered(
     return [[permuted(batch, seed=order) for batch in lists[place]] for place in places]
 
 
-def own_errors(runs: Sequence[Mapping[str, Tensor]], exact: Mapping[str, Tensor], origin: Tensors | None) -> OwnErrors:
+def own_errors(
+    runs: Sequence[Mapping[str, Tensor]],
+    exact: Mapping[str, Tensor],
+    origin: Tensors | None,
+    *,
+    in_fp32: OwnErrors | None = None,
+) -> OwnErrors:
     """Return the largest deviations of some runs from a more accurate one; with an origin, of the change since then.
 
     The overall deviation of changes leaves out parameters whose changes are noise, see `RANDOM_ABOVE`. The gradient of
     a bias that a softmax or a norm behind it takes out again is rounding alone, of which Adam makes steps as long as
-    any: it would raise the bound of all other parameters to its size.
+    any: it would raise the bound of all other parameters to its size. Of runs in bf16, in which larger deviations are
+    usual, those `in_fp32` tell which ones are noise.
     """
     by_name = {
         name: max(_finite(compare.deviation(run[name], exact[name], origin[name] if origin else None)) for run in runs)
         for name in exact
     }
-    known = [name for name in exact if not origin or by_name[name] <= RANDOM_ABOVE] or list(exact)
+    told = in_fp32.by_name if in_fp32 else by_name
+    known = [name for name in exact if not origin or told.get(name, 0.0) <= RANDOM_ABOVE] or list(exact)
     start = origin or {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
     size = compare.distance(*({name: tensors[name] for name in known} for tensors in (exact, start)))
     distances = [compare.distance(*({name: each[name] for name in known} for each in (run, exact))) for run in runs]

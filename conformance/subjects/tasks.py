@@ -164,7 +164,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         gradients, updates = raised(gradients, by_gradients), raised(updates, by_updates)
     _write(Path(job.directory), exact, runs[0])
     in_bf16 = _runs(subject, lambda cell: cell.precision == "bf16")
-    bf16 = _bf16(subject, job.workload, exact, max_norm) if in_bf16 else _Bf16()
+    bf16 = _bf16(subject, job.workload, exact, max_norm, updates) if in_bf16 else _Bf16()
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     sentinels = {name: uninitialised_elements(buffer, device=device) for name, buffer in model.named_buffers()}
@@ -458,8 +458,13 @@ class _Bf16(NamedTuple):
     kept: list[str] = []  # noqa: RUF012
 
 
-def _bf16(subject: Subject, workload: Workload, exact: Trajectory, max_norm: float) -> _Bf16:
-    """Return the own errors of training in bf16 by autocast, and with cast parameters if the model can be cast."""
+def _bf16(
+    subject: Subject, workload: Workload, exact: Trajectory, max_norm: float, in_fp32: Sequence[OwnErrors]
+) -> _Bf16:
+    """Return the own errors of training in bf16 by autocast, and with cast parameters if the model can be cast.
+
+    `in_fp32` are the own errors of updates in fp32, by step.
+    """
     kept = reference.kept_in_fp32(turns_of(subject)[0].subject, workload)
     way = reference.InBf16("autocast")
     train_in = partial(train, subject, workload, dtype=torch.float32, order=0, max_norm=max_norm)
@@ -469,7 +474,7 @@ def _bf16(subject: Subject, workload: Workload, exact: Trajectory, max_norm: flo
         runs.append(train_in(in_bf16=cast))
         way = cast
     updates = [
-        own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial)
+        own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial, in_fp32=in_fp32[step])
         for step in range(len(exact.parameters))
     ]
     first = [{name: run.gradients[0][name] for name in exact.gradients[0]} for run in runs]

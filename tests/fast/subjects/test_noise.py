@@ -47,6 +47,16 @@ def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], ru
         assert torch.allclose(run.gradients[0]["up.weight"].double(), exact.gradients[0]["up.weight"], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_more_accurate_run_stays_as_it_was(dtype: torch.dtype) -> None:
+    """It is in fp32 for a model that cannot compute in fp64: a step that is tried must not change its weights."""
+    trainer = declare(optimizer=SignOfGradient)(shard)
+    exact = train(trainer, WORKLOAD, dtype=dtype, order=0, max_norm=None)
+    before = {name: tensor.clone() for name, tensor in exact.initial.items()}
+    runs_with_noise(trainer, WORKLOAD, exact, errors(exact, 1e-3), max_norm=1.0, splits_sums=True)
+    assert all(torch.equal(before[name], tensor) for name, tensor in exact.initial.items())
+
+
 class Quantised(nn.Linear):
     """Layer whose weights have few values, with a straight-through gradient."""
 
@@ -96,3 +106,11 @@ def test_changes_that_are_noise_do_not_raise_the_bound_of_others() -> None:
     assert changes.by_name["bias"] > 1e6
     assert changes.overall == pytest.approx(1e-6, rel=0.1)
     assert own_errors([run], exact, None).overall > 0.1  # by which a random model is told
+
+
+def test_in_bf16_deviations_that_are_usual_there_count() -> None:
+    origin = {"steady": torch.zeros(4), "noise": torch.zeros(4)}
+    exact = {"steady": torch.ones(4), "noise": torch.ones(4)}
+    run = {"steady": torch.tensor([1.0, 1.0, 1.0, -1.0]), "noise": -torch.ones(4)}
+    in_fp32 = OwnErrors({"steady": 1e-6, "noise": 1.0}, 1e-6)
+    assert own_errors([run], exact, origin, in_fp32=in_fp32).overall == pytest.approx(1.0)
