@@ -154,7 +154,8 @@ def optimizer_bytes(subject: Subject, workload: Workload, device: torch.device) 
     memory, most = memory_of(device), 0
     for turn in turns_of(subject):
         trained = [p for name, p in model.named_parameters() if p.requires_grad and turn.trains(name)]
-        torch.autograd.backward(turn.subject.loss(model, micro_batches(subject, workload, step=0, data_rank=0)[0]))
+        batch = to_device(micro_batches(subject, workload, step=0, data_rank=0)[0], device)
+        torch.autograd.backward(turn.subject.loss(model, batch))
         optimizer = turn.subject.make_optimizer(trained)
         with memory.installed(), DispatchTap([], outcomes=memory.listeners):
             optimizer.step()  # which makes the state

@@ -147,7 +147,9 @@ class _Own:
         self.backward_bytes = activations.backward_bytes
         self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
         kept = max(after["buffers"] - before["buffers"], 0)  # such as a mask that is made by the first step
-        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + kept + (facts.batch_bytes if on_device else 0)
+        # A device has the batch of a step, and so has the host if a loop copies it: joined, split, or in another order.
+        batch_bytes = facts.batch_bytes if on_device or facts.is_own_loop else 0
+        self.fixed_bytes = NUMBERS_BYTES * (step + 2) + kept + batch_bytes
         sharded = sum(group.trained_shard_bytes for group in facts.groups)
         ignored = sum(shard_bytes(each) for each in facts.parameters.values() if each.is_ignored and each.is_trained)
         self.trained_bytes = sharded + ignored

@@ -34,7 +34,7 @@ from conformance.subjects.accelerator import AcceleratorLog
 from conformance.subjects.activations import activation_memory, optimizer_bytes
 from conformance.subjects.cells import Accumulation, SubjectCell, Workload, subject_cell
 from conformance.subjects.crashes import LastCollective
-from conformance.subjects.data import micro_batches, tensors
+from conformance.subjects.data import all_micro_batches, micro_batches, samples, tensors
 from conformance.subjects.decorated import clip_with_torch, load_subject
 from conformance.subjects.evidence import FP32_FACTOR, TORCH_ADDS
 from conformance.subjects.expectation import write_expected_steps
@@ -127,6 +127,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
     job = msgspec.convert(payload, ReferenceJob)
     device = device_of(context)
     subject = _in_one_process(context, job.subject)
+    samples(all_micro_batches(subject, job.workload, step=0)[0])  # a wrong batch is told before a model fails with it
     exact, why_not_fp64 = _most_accurate(subject, job.workload)
     max_norm = _limit(subject, exact)
     orders = range(reference.ORDERS)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -187,16 +187,6 @@ class Unclipped(Trainer):
 
     def clip(self) -> None:
         torch._foreach_mul_(self.gradients(), 0.5)
-
-
-class GatheredAhead(Trainer):
-    """Trainer that gathers all groups before each step, without waiting."""
-
-    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard(async_op=True)
-        return super().train_step(micro_batches)
 
 
 class UnderAutocast(Trainer):
@@ -469,7 +459,7 @@ right, own_clip, sync_always = (
 )
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
 under_autocast = loop(UnderAutocast, precisions=["fp32", "bf16"])
-gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
+taught = loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(altered(loss=loss_of_two_calls))
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=halving)

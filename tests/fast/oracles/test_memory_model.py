@@ -271,12 +271,17 @@ def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> 
         if experiment is without_fsdp.profile_without_fsdp:
             assert on_device != kernels, "activations must be those of the device"
             return [empty_profile()]
-        segments = []
-        for phase, usage in predict(*sizes_of(cell), empty_profile(), kernels=kernels).items():
-            peak, rest = change.get(phase, (0, 0))
-            segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest, 1, 1, 1))
-        memory = StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)), device_level_bytes=1)
-        return [memory] * (1 if experiment.sampled else cell.world_size)
+        config, dims, shapes = sizes_of(cell)
+        memories = []
+        for rank in range(1 if experiment.sampled else cell.world_size):
+            shard_rank, segments = dims.shard_rank(rank), []
+            predicted = predict(config, dims, shapes, empty_profile(), shard_rank=shard_rank, kernels=kernels)
+            for phase, usage in predicted.items():
+                peak, rest = change.get(phase, (0, 0))
+                segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest, 1, 1, 1))
+            held_bytes = resident_bytes(config, dims, shapes, shard_rank=shard_rank)
+            memories.append(StepMemory(segments, [], held_before_bytes=held_bytes, device_level_bytes=1))
+        return memories
 
     return measure
 

@@ -49,7 +49,7 @@ def test_noise_is_tried_where_steps_jump(optimizer: Callable[..., Optimizer], ru
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_more_accurate_run_stays_as_it_was(dtype: torch.dtype) -> None:
-    """It is in fp32 for a model that cannot compute in fp64: a step that is tried must not change its weights."""
+    """A reference is in fp32 if its model cannot compute in fp64; a step that is tried must not change its weights."""
     trainer = declare(optimizer=SignOfGradient)(shard)
     exact = train(trainer, WORKLOAD, dtype=dtype, order=0, max_norm=None)
     before = {name: tensor.clone() for name, tensor in exact.initial.items()}
