@@ -67,9 +67,7 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     buffers, own = _Buffers(evidence, facts, step), _Own(evidence, facts, memory, step)
     names = [group.name for group in fsdp_groups(evidence.record, facts.rank)]
     others = own.fixed_bytes + own.left_bytes + other_models_bytes(evidence, facts, step)
-    in_flight = in_flight_bytes(
-        evidence, facts, besides=names
-    )  # gloo's threads; those of FSDP's groups are in its buffers
+    in_flight = in_flight_bytes(evidence, facts, besides=names)  # the buffers have those of FSDP's groups
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
     ahead = forward + _gathered_ahead_bytes(evidence, facts, step)
     yield PhaseRoom("forward", ahead, ahead + own.forward_bytes + buffers.forward() + in_flight)

@@ -454,9 +454,8 @@ class Moments:
                 "the optimizer steps, and no backward pass was seen since the last step: call loss.backward() in the "
                 "loop, or torch.autograd.backward by its full name"
             )
-        if (
-            not self._is_last_backward or self._max_norm == math.inf
-        ):  # a loop may change gradients that it does not clip
+        may_have_changed = self._max_norm == math.inf  # a loop may change gradients that it does not clip
+        if may_have_changed or not self._is_last_backward:
             self.before_clip()
         self._count.clipped, self._count.clipped_after = True, self._count.backward_passes
         self._observer.clipped(self._run.model, norm=self._norm(), step=self._step)

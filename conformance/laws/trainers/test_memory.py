@@ -34,10 +34,9 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
     Sharded tensors are what they should be, however many: moving averages, a frozen teacher. Room for one more copy of
     the shards is for local tensors, such as masters in another dtype; an unsharded model is at least two copies. What a
     module or a cached function keeps for its next call, such as a mask, counts as a buffer; `memory-of-steps` finds it
-    if it grows. A step may leave the tensors that variables of its loop still
-    name. They are at most what its forward passes have added at their peak, and nothing but numbers where the suite's
-    loop takes the steps. A trainer's own loop has read its first micro-batches before the model is seen, and may hold
-    its dataset.
+    if it grows. A step may leave the tensors that variables of its loop still name. They are at most what its forward
+    passes have added at their peak, and nothing but numbers where the suite's loop takes the steps. A trainer's own
+    loop has read its first micro-batches before the model is seen, and may hold its dataset.
     """
     leaves_device = evidence.cell.offload and evidence.cell.device != "cpu"
     for facts in evidence.record.ranks:
