@@ -69,7 +69,8 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     others = own.fixed_bytes + own.left_bytes + other_models_bytes(evidence, facts, step)
     in_flight = in_flight_bytes(evidence, facts, besides=names)  # the buffers have those of FSDP's groups
     forward = others + buffers.kept_bytes + buffers.waiting_bytes + (own.gradient_bytes if buffers.accumulates else 0)
-    ahead = forward + _gathered_ahead_bytes(evidence, facts, step)
+    gathered = gathered_ahead_bytes(evidence, facts, step)
+    ahead = forward + sum(gathered) + max(gathered, default=0)  # and one all-gather's output
     yield PhaseRoom("forward", ahead, ahead + own.forward_bytes + buffers.forward() + in_flight)
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
     most = max(own.backward_bytes + buffers.backward(), own.held_bytes + buffers.end_of_backward())
@@ -93,14 +94,13 @@ def _full_tensors_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> i
     return known.optimizer_bytes + 2 * largest
 
 
-def _gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:
-    """Return the bytes that FSDP2 has gathered before forward, as by `unshard`, and of one all-gather's output."""
-    gathers = [
+def gathered_ahead_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> list[int]:
+    """Return the bytes of each result that FSDP2 has gathered before forward, as by `unshard`."""
+    return [
         entry.nbytes * len(group.ranks)
         for group in fsdp_groups(evidence.record, facts.rank)
         for entry in gathers_between_steps(facts, group, step=step)
     ]
-    return sum(gathers) + max(gathers, default=0)
 
 
 def other_models_bytes(evidence: Evidence, facts: SubjectFacts, step: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -28,6 +28,11 @@ def batch(generator: torch.Generator) -> Batch:
     tokens = torch.randint(50, (4, 8), generator=generator)
     ignored = torch.rand(4, 8, generator=generator) < 0.4
     return {"tokens": tokens, "labels": tokens.roll(-1, dims=1).masked_fill(ignored, -100)}
+
+
+def batch_with_notes(generator: torch.Generator) -> Batch:
+    """Return a batch with a tensor that is larger than the model's outputs, and that no loss reads."""
+    return batch(generator) | {"notes": torch.zeros(4, 4096)}
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -187,6 +192,16 @@ class Unclipped(Trainer):
 
     def clip(self) -> None:
         torch._foreach_mul_(self.gradients(), 0.5)
+
+
+class GatheredAhead(Trainer):
+    """Trainer that gathers all groups before each step, without waiting."""
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+        return super().train_step(micro_batches)
 
 
 class UnderAutocast(Trainer):
@@ -443,7 +458,7 @@ def averaged_at_the_end(config: LoopConfig) -> Iterator[Any]:
             parameter.copy_(average)
 
 
-@own_loop(model=Net, batch=batch, loss=loss)
+@own_loop(model=Net, batch=batch_with_notes, loss=loss)
 def split_by_size(config: LoopConfig) -> Iterator[Any]:
     """Train on the batch of each step in micro-batches of four samples."""
     made = Trainer(config)
@@ -459,7 +474,7 @@ right, own_clip, sync_always = (
 )
 other_model, unclipped = loop(OtherModel), loop(Unclipped, max_norm=math.inf)
 under_autocast = loop(UnderAutocast, precisions=["fp32", "bf16"])
-taught = loop(Taught, loss=taught_loss)
+gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(altered(loss=loss_of_two_calls))
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=halving)

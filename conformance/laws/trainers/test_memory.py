@@ -10,7 +10,14 @@ from conformance.judge.measurements import measure as report
 from conformance.subjects.evidence import Evidence, Under
 from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks, SubjectFacts
 from conformance.subjects.memory_log import BUILD
-from conformance.subjects.memory_model import NUMBERS_BYTES, in_flight_bytes, other_models_bytes, rooms, shard_bytes
+from conformance.subjects.memory_model import (
+    NUMBERS_BYTES,
+    gathered_ahead_bytes,
+    in_flight_bytes,
+    other_models_bytes,
+    rooms,
+    shard_bytes,
+)
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -36,7 +43,8 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
     module or a cached function keeps for its next call, such as a mask, counts as a buffer; `memory-of-steps` finds it
     if it grows. A step may leave the tensors that variables of its loop still name. They are at most what its forward
     passes have added at their peak, and nothing but numbers where the suite's loop takes the steps. A trainer's own
-    loop has read its first micro-batches before the model is seen, and may hold its dataset.
+    loop has read its first micro-batches before the model is seen, and may hold its dataset; and it may have gathered
+    groups by then, which each step must free.
     """
     leaves_device = evidence.cell.offload and evidence.cell.device != "cpu"
     for facts in evidence.record.ranks:
@@ -46,11 +54,13 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
         room = 0 if leaves_device else sum(map(shard_bytes, facts.parameters.values()))
         room += facts.batch_bytes + facts.dataset_bytes if facts.is_own_loop else 0
         room += other_models_bytes(evidence, facts, BUILD)
+        gathered = gathered_ahead_bytes(evidence, facts, BUILD + 1)
+        room += sum(gathered) + max(gathered, default=0)
         where = f"rank {facts.rank}, when the model is built"
         _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
         for held in steps:
             left = _forward_bytes(memory, held.step) if facts.is_own_loop else 0
-            room = built.other_bytes + left + (held.step + 1) * NUMBERS_BYTES
+            room = built.other_bytes - sum(gathered) + left + (held.step + 1) * NUMBERS_BYTES
             where = f"rank {facts.rank}, after step {held.step}"
             _expect_at_most(held.other_bytes, room, "held besides the state", where)
         for held in memory.held if leaves_device else ():

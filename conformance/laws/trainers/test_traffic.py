@@ -56,10 +56,12 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
         least = group.numel({*calls.first, *unseen})
         most = group.numel_by_calls(group.shard_numels, calls.first, unseen=1)
         first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
-        least -= min(_numel(gathers_between_steps(facts, group, step=step)), least)
+        before = _numel(gathers_between_steps(facts, group, step=step))
+        least -= min(before, least)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), least, most, name=name, detail=detail, unit="elements of shards")
         least = group.numel({*trained, *calls.total})
+        least -= min(before, least)
         backward = group.shard_numels if not ahead else [*trained, *_by_products(evidence, step)]
         passes = evidence.cell.accumulation[step]
         most = sum(group.numel_by_calls(each, calls.total, unseen=passes) for each in (group.shard_numels, backward))

@@ -30,6 +30,7 @@ def judged(pools: Pools, directory: Path, name: str, cell: Cell = ACCUMULATED) -
         ("own_clip", {"gradient-norm"}),
         ("averaged_at_the_end", {"gradient-norm"}),
         ("unclipped", {"gradient-norm"}),
+        ("gathered_ahead", set()),
         ("taught", set()),
         ("sync_always", set()),
         ("closure", {"loss"}),
