@@ -1,8 +1,8 @@
 """Gradients of ring attention are wrong, without an error, if backward comes after the context of `context_parallel`.
 
 The context has then taken its dispatch of attention back, and DTensor's own rule gathers the shards. With the load
-balanced, as by default, they are no neighbours: the causal mask lies over tokens in another order. Here the CPU's own
-flash attention stands in for the operator that it lacks.
+balanced, as by default, they are no neighbours: the causal mask lies over tokens in another order. Gradients of the
+efficient kernel are wrong in any order, or refused. Here the CPU's own flash attention stands in for a device's.
 
 severity: high
 visible: silent
@@ -29,6 +29,7 @@ library.impl(f"{flash}_backward", lambda *args, **_: cpu_backward(*args[:6], arg
 
 
 def scaled_dot_product_attention(*qkv):
+    """Attend by the operator of devices."""
     return getattr(aten, flash)(*qkv, 0.0, True)[0]
 
 
@@ -37,8 +38,7 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 full = torch.rand(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 expected = torch.autograd.grad(scaled_dot_product_attention(*full).square().sum(), full)[0].norm()
-shards = [each.detach().clone() for each in full]
-with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]):
+with context_parallel(mesh, buffers=(shards := list(full.detach().clone())), buffer_seq_dims=[2, 2, 2]):
     leaves = torch.stack(shards).requires_grad_()
     loss = torch.nn.functional.scaled_dot_product_attention(*leaves).square().sum()
 loss.backward()

@@ -27,6 +27,7 @@ library.impl(flash, lambda *args, **_: (*getattr(aten, f"{flash}_for_cpu")(*args
 
 
 def scaled_dot_product_attention(*qkv):
+    """Attend by the operator of devices."""
     return getattr(aten, flash)(*qkv, 0.0, True)[0]
 
 

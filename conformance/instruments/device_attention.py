@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ _aten = torch.ops.aten
 
 
 @functools.cache
-def register() -> torch.library.Library:
+def register() -> Any:
     """Register the kernels for the CPU, once in a process; they stay as long as the result, which is kept."""
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, forward, backward in (
         ("flash", _flash, _flash_backward),
         ("efficient", _efficient, _efficient_backward),
@@ -45,11 +46,8 @@ def attention_by(kernel: str) -> Iterator[None]:
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _CALLS[kernel](query, key, value, options.get("is_causal", False), options.get("scale"))
 
-    functional.scaled_dot_product_attention = attention
-    try:
+    with patch.object(functional, "scaled_dot_product_attention", attention):
         yield
-    finally:
-        functional.scaled_dot_product_attention = original
 
 
 def _call_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -105,10 +103,10 @@ def attention_gradients(
     Output and log-sum-exp may be those of more keys than are given: then the gradients are the share of these keys.
     """
     wide = _like_heads(key, query), _like_heads(value, query)
-    of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    query_grad, key_grad, value_grad = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, *wide, output, sums, 0.0, is_causal, scale=scale
     )
-    return of_query.contiguous(), _of_heads(of_key, key), _of_heads(of_value, value)
+    return query_grad.contiguous(), _shared_among_heads(key_grad, key), _shared_among_heads(value_grad, value)
 
 
 def _like_heads(tensor: Tensor, query: Tensor) -> Tensor:
@@ -116,9 +114,10 @@ def _like_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
 
 
-def _of_heads(gradient: Tensor, tensor: Tensor) -> Tensor:
+def _shared_among_heads(gradient: Tensor, tensor: Tensor) -> Tensor:
     """Return the sums of gradients over the heads that share one of a tensor."""
-    return gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)
+    summed: Tensor = gradient.reshape(*tensor.shape[:2], -1, *tensor.shape[2:]).sum(2)
+    return summed
 
 
 def _no_dropout(dropout: float) -> None:

@@ -6,7 +6,6 @@ passing keys and values, dtype, lengths, and what happens before and after. On t
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,11 +71,11 @@ findings/ring_attention_of_unequal_shards.py."""
 
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
-    """Call ring attention with any two values of its options, on more than two ranks any three.
+    """Call ring attention with any two values of its options, on four ranks any three.
 
     The ring is the last dimension of the cell's mesh.
     """
-    return sweep_on(fsdp_mesh(rank.mesh), rank.subjects, strength=3 if rank.size > 2 else 2)
+    return sweep_on(fsdp_mesh(rank.mesh), rank.subjects, strength=3 if rank.size > 3 else 2)
 
 
 def sweep_on(mesh: DeviceMesh, subjects: Collection[str] = (), *, strength: int) -> Swept:
@@ -130,14 +129,14 @@ class Numbers:
         """Return eighths between -2 and 2, which every dtype of the sweep holds."""
         generator = torch.Generator().manual_seed(seed)
         few = 2 if row["heads"] == "grouped" else _HEADS
-        tensors = []
-        for heads in (_HEADS, few, few, _HEADS):
+        named = {}
+        for name, heads in {"query": _HEADS, "key": few, "value": few, "grad": _HEADS}.items():
             full = torch.randint(-16, 17, (row["batch"], heads, length, _HEAD_DIM), generator=generator) / 8
             if row["strides"] == "transposed":
                 full = full.transpose(1, 2).contiguous().transpose(1, 2)
-            tensors.append(full.to(DTYPES[row["dtype"]]))
+            named[name] = full.to(DTYPES[row["dtype"]])
         scale = _HEAD_DIM**-0.5 if row["scale"] is None else row["scale"]
-        return cls(*tensors, is_causal=row["is_causal"], scale=scale)
+        return cls(**named, is_causal=row["is_causal"], scale=scale)
 
     @property
     def tokens(self) -> int:
@@ -185,20 +184,25 @@ def expected(numbers: Numbers, *, ranks: int) -> dict[str, Bounded]:
     e = u * (2 * (d + 2) * sizes.amax(-1, keepdim=True) + 2 * n + 8 * ranks + 8)
     largest = v.abs().amax(2, keepdim=True)
     out, out_bound = p @ v, (e + n * u + 3 * w) * largest
-    of_scores = p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
+    score_grads = p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
     t = p * (g.abs() @ v.abs().mT + (g.abs() * largest).sum(-1, keepdim=True))
     error = t * (2 * e + (d + 4 + n) * u + 3 * w) + p * (g.abs() * out_bound).sum(-1, keepdim=True)
-    of_values = (p.mT @ g, (p * (2 * e + n * u + 3 * w)).mT @ g.abs())
-    of_keys = (numbers.scale * of_scores.mT @ q, abs(numbers.scale) * error.mT @ q.abs())
-    of_queries = (numbers.scale * of_scores @ k, abs(numbers.scale) * error @ k.abs())
+    value_grads = (p.mT @ g, (p * (2 * e + n * u + 3 * w)).mT @ g.abs())
+    key_grads = (numbers.scale * score_grads.mT @ q, abs(numbers.scale) * error.mT @ q.abs())
+    query_grads = (numbers.scale * score_grads @ k, abs(numbers.scale) * error @ k.abs())
     summed = [
-        (value.unflatten(1, (-1, shared)).sum(2), bound.unflatten(1, (-1, shared)).sum(2))
-        for value, bound in (of_keys, of_values)
+        (_over_shared_heads(value, shared), _over_shared_heads(bound, shared))
+        for value, bound in (key_grads, value_grads)
     ]
-    named = zip(("output", "query", "key", "value"), [(out, out_bound), of_queries, *summed], strict=True)
+    named = zip(("output", "query", "key", "value"), [(out, out_bound), query_grads, *summed], strict=True)
     return {
         name if name == "output" else f"gradient of {name}": Bounded(value, bound) for name, (value, bound) in named
     }
+
+
+def _over_shared_heads(tensor: Tensor, shared: int) -> Tensor:
+    batch, heads, *rest = tensor.shape
+    return tensor.reshape(batch, heads // shared, shared, *rest).sum(2)
 
 
 Faults = Iterator[tuple[str, str]]
@@ -235,13 +239,13 @@ def _ring_faults(row: Options, ring: DeviceMesh, numbers: Numbers, wanted: Mappi
             if not torch.equal(again, output):
                 yield "output without gradients", "differs from that with gradients"
         if row["backward"] == "inside":
-            output.backward(shards["grad"])
+            torch.autograd.backward(output, shards["grad"])
         along = row["unshard"]
-        whole = unsharded(ring, [output.detach().clone(), shards[along]], [2, dims[along]])
+        gathered = unsharded(ring, [output.detach().clone(), shards[along]], [2, dims[along]])
     if functional.scaled_dot_product_attention is not outside:
         yield "attention outside", "scaled_dot_product_attention is still replaced"
     if row["backward"] == "after":
-        output.backward(shards["grad"])
+        torch.autograd.backward(output, shards["grad"])
     yield from _misplaced(ring, places, full["positions"])
     for name, shard in shards.items():
         if not torch.equal(shard, full[name].index_select(dims[name], places)):
@@ -252,8 +256,8 @@ def _ring_faults(row: Options, ring: DeviceMesh, numbers: Numbers, wanted: Mappi
     results = {"output": output.detach(), **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}}
     for name, result in results.items():
         yield from _deviation(name, result, wanted[name], places)
-    yield from _deviation("output that is unsharded", whole[0], wanted["output"], full["positions"])
-    if not torch.equal(whole[1], full[along]):
+    yield from _deviation("output that is unsharded", gathered[0], wanted["output"], full["positions"])
+    if not torch.equal(gathered[1], full[along]):
         yield f"{along} that are unsharded", "differ from the full tensor"
 
 
@@ -268,21 +272,22 @@ def _buffers(numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 def _attend(leaves: Mapping[str, Tensor], numbers: Numbers) -> Tensor:
-    shared = {"enable_gqa": True} if leaves["key"].shape[1] != leaves["query"].shape[1] else {}
+    query, key, value = (leaves[name] for name in ("query", "key", "value"))
+    is_grouped = key.shape[1] != query.shape[1]
     return functional.scaled_dot_product_attention(
-        leaves["query"], leaves["key"], leaves["value"], is_causal=numbers.is_causal, scale=numbers.scale, **shared
+        query, key, value, is_causal=numbers.is_causal, scale=numbers.scale, enable_gqa=is_grouped
     )
 
 
 def _misplaced(ring: DeviceMesh, places: Tensor, positions: Tensor) -> Faults:
     every: list[list[int]] = [[] for _ in range(ring.size())]
     dist.all_gather_object(every, places.tolist(), group=ring.get_group())
-    if sorted(sum(every, [])) != positions.tolist():
+    if sorted(place for each in every for place in each) != positions.tolist():
         yield "positions", f"ranks have {every}"
 
 
 def _deviation(name: str, result: Tensor | None, wanted: Bounded, places: Tensor) -> Faults:
-    """Yield the element of a result, of the tokens at some places, that is furthest from its bound, if any is beyond."""
+    """Yield the element, of the tokens at some places, that is furthest beyond its bound, if any is."""
     if result is None:
         yield name, "there is none"
         return
@@ -321,5 +326,5 @@ def _sharded_faults(ring: DeviceMesh, numbers: Numbers, wanted: Mapping[str, Bou
     shards = {name: distributed(full, ring, (Shard(2),)) for name, full in named.items()}
     output = _attend(shards, numbers)
     assert isinstance(output, DTensor)
-    whole = torch.arange(numbers.tokens)
-    yield from _deviation("output of sharded attention", output.full_tensor(), wanted["output"], whole)
+    places = torch.arange(numbers.tokens)
+    yield from _deviation("output of sharded attention", output.full_tensor(), wanted["output"], places)

@@ -21,7 +21,7 @@ def test_ring_attention_equals_one_process(measure: Measure, cell: Cell) -> None
     tokens, dtype and way of passing keys, give ranks equal shards of all buffers, and leave buffers and attention
     outside as they were; or refuse on all ranks.
 
-    Within a derived bound. Any two options on two ranks, on more any three. The CPU's kernels are stand-ins, so that
+    Within a derived bound. Any two options, on four ranks any three. The CPU's kernels are stand-ins, so that
     the law judges what torch does around them: rings, merges, orders of tokens, gradients and the context itself.
     """
     require_no_wrong_result(measure(sweep, cell), unit="attention")
