@@ -36,7 +36,7 @@ _ABOUT = {
     "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
     "RS, PP, AC, MEM": "collectives and recomputation follow the schedule, memory the model, in each reshard mode",
     "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
-    "STREAM, API, LIFE, DT, TP, MESH, LOUD": "streams wait for each other; FSDP2, DTensor, styles, meshes, odd ranks",
+    "STREAM, API, LIFE, DT, TP, CP, MESH, LOUD": "streams wait; FSDP2, DTensor, styles, rings, meshes, odd ranks",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""
