@@ -244,3 +244,5 @@ class Workload:
     dims: ParallelDims
     checkpointing: str
     """Activations that are kept, a key of `activations.KEPT`; the configuration has the trainer's nearest kind."""
+    logits: str
+    """What the loop does with logits before backward, one of `activations.LOGITS`."""
