@@ -40,7 +40,7 @@ class Headline(msgspec.Struct, frozen=True):
     outcome: str
     """Meaning of the exit status: `CONFORMANT`, `NOT CONFORMANT`, `THE SUITE FAILED`, `USAGE ERROR`, `INCOMPLETE`."""
     incomplete: str
-    """Clause about a session that ended early: `12 of 965 cases run, 1 error of the suite`; empty if all cases ended."""
+    """Clause about a session that ended early: `12 of 965 cases run, 1 error of the suite`; empty if all ended."""
     subject: str
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]

@@ -63,8 +63,9 @@ def _costs(workload: Workload) -> _Costs:
     def nbytes(elements: Width, *, ends: int = 0) -> dict[str, int]:
         """Return the bytes of so many elements of each token, by group; `ends` are those of embedding and output."""
         layers = {name: int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")}
-        widths = dict.fromkeys(names, _Elements(ends)) | {name: elements(decoder, at) for name, at in layers.items()}
-        return {name: tokens * width.on_rank(dims.tp) * compute for name, width in widths.items()}
+        widths: dict[str, _Elements | _Largest] = dict.fromkeys(names, _Elements(ends))
+        widths |= {name: elements(decoder, layer) for name, layer in layers.items()}
+        return {name: width.on_rank(dims.tp, each_bytes=tokens * compute) for name, width in widths.items()}
 
     hidden = tokens * decoder.dim * compute // dims.tp
     is_sharded = config.loss_parallel and dims.tp > 1
@@ -267,18 +268,23 @@ class _Elements(NamedTuple):
     whole: int = 0
     """Those that each rank has: inputs that are gathered, and results that are summed over the ranks afterwards."""
 
-    def on_rank(self, tp: int) -> int:
-        return self.sharded // tp + self.whole
+    def on_rank(self, tp: int, *, each_bytes: int) -> int:
+        """Return the bytes of a rank."""
+        return self.sharded * each_bytes // tp + self.whole * each_bytes
 
 
-class _Larger(_Elements):
-    """The larger of both, which are not there at once."""
+class _Largest:
+    """The largest of elements that are not there at once."""
 
-    def on_rank(self, tp: int) -> int:
-        return max(self.sharded // tp, self.whole)
+    def __init__(self, *alternatives: _Elements) -> None:
+        self.alternatives = alternatives
+
+    def on_rank(self, tp: int, *, each_bytes: int) -> int:
+        """Return the bytes of a rank."""
+        return max(elements.on_rank(tp, each_bytes=each_bytes) for elements in self.alternatives)
 
 
-Width = Callable[[Decoder, int], _Elements]
+Width = Callable[[Decoder, int], _Elements | _Largest]
 
 
 def _everything(decoder: Decoder, layer: int) -> _Elements:
@@ -324,28 +330,26 @@ def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
 
 def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
     """Return the elements of the products' outputs: those that are sharded, and those that are summed over ranks."""
-    products = decoder.products(layer)
-    is_summed = [product.name.rpartition(".")[2] in _ROWWISE for product in products]
-    sizes = [product.active * product.outputs for product in products]
-    sharded, summed = ([size for size, each in zip(sizes, is_summed, strict=True) if each is of] for of in (False, True))
+    sharded, summed = [], []
+    for product in decoder.products(layer):
+        sizes = summed if product.name.rpartition(".")[2] in _ROWWISE else sharded
+        sizes.append(product.active * product.outputs)
     return sharded, summed
 
 
-def _largest(decoder: Decoder, layer: int) -> _Elements:
+def _largest(decoder: Decoder, layer: int) -> _Largest:
     sharded, whole = _outputs(decoder, layer)
-    return _Larger(max(sharded), max(whole))
+    return _Largest(_Elements(max(sharded)), _Elements(0, max(whole)))
 
 
-def _returned(decoder: Decoder, layer: int) -> _Elements:
-    """Elements of gradients in the backward of the feed-forward's product of gate and up, or of the largest output.
+def _returned(decoder: Decoder, layer: int) -> _Largest:
+    """Elements of the largest output, or in the backward of the feed-forward's product of gate and up.
 
     There the product's gradient, those of its two factors and the block's own are held, and the product is not.
     """
-    largest = _largest(decoder, layer)
     experts = decoder.experts_of(layer)
     width = experts.active * experts.ffn_dim if experts else decoder.ffn_dim
-    factors = _Elements(2 * width + decoder.dim)
-    return factors if factors.sharded > max(largest) else largest
+    return _Largest(*_largest(decoder, layer).alternatives, _Elements(2 * width + decoder.dim))
 
 
 def _gradients(decoder: Decoder, layer: int) -> _Elements:
@@ -362,4 +366,4 @@ KEPT: dict[str, Width] = {
 }
 """Elements that a block keeps for backward, by kind of activation checkpointing."""
 LOGITS = ("kept", "kept-fp32", "freed", "chunked")
-"""What a loop does with logits: keep them in backward, as computed or in fp32, delete them before, or have few at once."""
+"""What a loop does with logits: keep them in backward, as computed or in fp32, delete them, or have few at once."""

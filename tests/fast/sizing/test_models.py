@@ -56,7 +56,15 @@ def hf_config(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_every_model_that_is_shipped_is_known() -> None:
-    assert model_names() == ["codellama-34b", "llama2-7b", "llama3-70b", "llama3-8b", "llama3.1-405b", "qwen3-14b", "qwen3-32b"]
+    assert model_names() == [
+        "codellama-34b",
+        "llama2-7b",
+        "llama3-70b",
+        "llama3-8b",
+        "llama3.1-405b",
+        "qwen3-14b",
+        "qwen3-32b",
+    ]
 
 
 def test_a_yaml_file(tmp_path: Path) -> None:
