@@ -192,7 +192,7 @@ def test_text() -> None:
     request = Request(model="llama3-8b", mesh="dp8")
     assert set(lines(prediction_text(request, prediction(request)))) >= {
         "llama3-8b, 8.03 billion parameters: dp8 (8 ranks), bf16-mp,",
-        "reshard default, activation checkpointing none, offload none, 1 x 8192 tokens",
+        "reshard default, activation checkpointing none, logits kept, offload none, 1 x 8192 tokens",
         "sharded parameters 3.74 3.74 3.74 3.74 3.74",
         "gradients 0.00 0.00 3.74 3.74 0.00",
         "temporaries 9.91 7.83 0.00 0.52 0.00",
