@@ -330,7 +330,8 @@ def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
 
 def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
     """Return the elements of the products' outputs: those that are sharded, and those that are summed over ranks."""
-    sharded, summed = [], []
+    sharded: list[int] = []
+    summed: list[int] = []
     for product in decoder.products(layer):
         sizes = summed if product.name.rpartition(".")[2] in _ROWWISE else sharded
         sizes.append(product.active * product.outputs)
