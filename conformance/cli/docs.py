@@ -54,7 +54,7 @@ class Durations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     load_before: float | None = None
     """Load average of the machine before the first session: above 1/2, other programs took part of its processors."""
     processor_s: int | None = None
-    """Seconds of processors that one session and its processes used, whatever else ran beside them."""
+    """Seconds of processors that one session and its processes used, which other programs do not change."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,10 +158,10 @@ def _first_command(matrix: Matrix, measured: Measured) -> str:
         judged = f"judges {len(matrix.cases('smoke'))} cases in {_estimated(matrix, 'smoke')}"
         return f"The first command installs torch and what the suite needs, then {judged}."
     shared = took.load_before is not None and took.load_before > took.processors / 2
-    beside = f", which other programs shared (load {took.load_before})" if shared else ""
+    others = f", which other programs shared (load {took.load_before})" if shared else ""
     used = f"{took.processor_s / 60:.1f} min of processor time, " if took.processor_s else ""
     return (
-        f"Measured once, in a new clone: {used}{_minutes(took)} on {took.processors} processors{beside}, for the "
+        f"Measured once, in a new clone: {used}{_minutes(took)} on {took.processors} processors{others}, for the "
         f"installation of torch {took.torch} and {took.cases} cases."
     )
 

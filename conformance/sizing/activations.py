@@ -49,7 +49,7 @@ class _Costs:
     gradient_of_embedding: int
     """Gradient of the embedding's weight."""
     gradients_of_logits: int
-    """Gradients of the logarithms and of the logits, and what their computation needs beside them."""
+    """Gradients of the logarithms and of the logits, and temporaries of their computation."""
     transferred: int
     """Activations that a stage sends or receives."""
 
@@ -264,13 +264,13 @@ class _Elements(NamedTuple):
     """Elements of each token in a block, of the dtype of computation."""
 
     sharded: int
-    """Those that tensor parallelism shards, by heads, hidden units or, with sequence parallelism, tokens."""
-    whole: int = 0
-    """Those that each rank has: inputs that are gathered, and results that are summed over the ranks afterwards."""
+    """Elements that tensor parallelism shards, by heads, hidden units or, with sequence parallelism, tokens."""
+    replicated: int = 0
+    """Elements that each rank has: of gathered inputs, and of results that are summed over the ranks afterwards."""
 
     def on_rank(self, tp: int, *, each_bytes: int) -> int:
         """Return the bytes of a rank."""
-        return self.sharded * each_bytes // tp + self.whole * each_bytes
+        return self.sharded * each_bytes // tp + self.replicated * each_bytes
 
 
 class _Largest:
@@ -314,8 +314,8 @@ def _input(decoder: Decoder, _layer: int) -> _Elements:
 
 def _products(decoder: Decoder, layer: int) -> _Elements:
     """Elements of a block's input and of the outputs of its matrix products and of attention."""
-    sharded, whole = _outputs(decoder, layer)
-    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(whole))
+    sharded, replicated = _outputs(decoder, layer)
+    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(replicated))
 
 
 def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
@@ -339,8 +339,8 @@ def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
 
 
 def _largest(decoder: Decoder, layer: int) -> _Largest:
-    sharded, whole = _outputs(decoder, layer)
-    return _Largest(_Elements(max(sharded)), _Elements(0, max(whole)))
+    sharded, replicated = _outputs(decoder, layer)
+    return _Largest(_Elements(max(sharded)), _Elements(0, max(replicated)))
 
 
 def _returned(decoder: Decoder, layer: int) -> _Largest:
@@ -355,8 +355,8 @@ def _returned(decoder: Decoder, layer: int) -> _Largest:
 
 def _gradients(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the gradients of the results of a block's norms and linear layers."""
-    sharded, whole = _outputs(decoder, layer)
-    return _Elements(sum(sharded), 2 * decoder.dim + sum(whole))
+    sharded, replicated = _outputs(decoder, layer)
+    return _Elements(sum(sharded), 2 * decoder.dim + sum(replicated))
 
 
 KEPT: dict[str, Width] = {
@@ -367,4 +367,4 @@ KEPT: dict[str, Width] = {
 }
 """Elements that a block keeps for backward, by kind of activation checkpointing."""
 LOGITS = ("kept", "kept-fp32", "freed", "chunked")
-"""What a loop does with logits: keep them in backward, as computed or in fp32, delete them, or have few at once."""
+"""Uses of logits by a loop: kept in backward, as computed or in fp32, deleted before, or computed in chunks."""

@@ -245,4 +245,4 @@ class Workload:
     checkpointing: str
     """Activations that are kept, a key of `activations.KEPT`; the configuration has the trainer's nearest kind."""
     logits: str
-    """What the loop does with logits before backward, one of `activations.LOGITS`."""
+    """Use of logits by the loop, one of `activations.LOGITS`."""

@@ -77,9 +77,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     offload: str = "none"
     activation_checkpointing: str = "none"
     logits: str = "kept"
-    """What the loop does with the model's output before backward, one of `LOGITS`."""
+    """Use of the model's output by the loop, one of `LOGITS`."""
     loss_parallel: bool = False
-    """Whether the logits stay sharded over tensor parallelism."""
+    """True if logits stay sharded over tensor parallelism."""
     groups: str = "blocks-and-ends"
     """Grouping of embedding, norm and output, see `TrainerConfig.grouping`."""
     fixed_costs: str | None = None

@@ -146,7 +146,7 @@ def test_stale_durations_give_way_to_estimates(project: Path, more_cases: int) -
 
 
 def test_a_measured_first_command_says_on_what(project: Path) -> None:
-    """It stays true when the profile has other cases, since it names those that were judged."""
+    """The sentence stays true when the profile has other cases, since it names those that were judged."""
     alone = Durations(cases=7, durations_s=(90,), processors=2, torch="2.13.0", load_before=0.1, processor_s=150)
     shared = msgspec.structs.replace(alone, load_before=4.5)
     shown = []
