@@ -55,7 +55,8 @@ def test_stand_ins_have_the_numbers_of_attention(kernel: str) -> None:
     given = numbers()
     leaves = [each.clone().requires_grad_() for each in (given.query, given.key, given.value)]
     with attention_by(kernel):
-        output = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        query, key, value = leaves
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     gradients = torch.autograd.grad(output, leaves, given.grad)
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
     for (name, wanted), measured in zip(expected(given, ranks=1).items(), (output, *gradients), strict=True):
