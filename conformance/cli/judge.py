@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _keep(report: Report) -> None:
-    """Keep the verdicts in docs/subjects, but for a session that was interrupted: its report lacks most of them."""
+    """Keep the verdicts in docs/subjects, except for a session that was interrupted: its report lacks most of them."""
     if report.trainer is None:
         print("not kept: the session was interrupted", file=sys.stderr)
         return

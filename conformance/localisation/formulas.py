@@ -13,10 +13,10 @@ from torch import Tensor
 
 from conformance.bound import Bound
 from conformance.instruments.tensor_file import write_tensors
-from conformance.localisation.clipped_parts import norms_of_parts, unequal_parts
 from conformance.localisation.equality import CLOSE, deviation
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, shards_of
+from conformance.localisation.unequal_clipping import partial_norms, unequal_factors
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.plan.cells import Cell
 from conformance.subjects.evidence import Evidence, SubjectRecord
@@ -191,7 +191,7 @@ def _multiple(measured: Sequence[Shards], expected: Sequence[Shards]) -> float:
 
 
 def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iterator[NamedFormula]:
-    """Yield the formula by whose factor, or factors of parts, gradients are scaled wrongly."""
+    """Yield the formula by whose factor, or factors of some parameters, gradients are scaled wrongly."""
     record, limit = evidence.record, evidence.reference.facts.max_norm
     ranks = range(record.world_size)
     before, after = (
@@ -206,7 +206,7 @@ def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iter
         for name in b
     ):
         full = (assembled(record, f"step{step}/{kind}/") for kind in ("gradient", "clipped"))
-        yield from (NamedFormula(*told, step) for told in unequal_parts(*full, limit=limit))
+        yield from (NamedFormula(*told, step) for told in unequal_factors(*full, limit=limit))
         return
     norm = total_norm(assembled(record, f"step{step}/gradient/").values(), order=2.0)
     factor = clip_factor(norm, max_norm=limit)
@@ -250,7 +250,7 @@ def _norms(
     for order in _ORDERS:
         other = total_norm(gradients.values(), order=order)
         yield f"{order:g}-norm", f"gradients are clipped by their {order:g}-norm", [other] * cell.world_size
-    for id_, told, other in norms_of_parts(gradients):
+    for id_, told, other in partial_norms(gradients):
         yield id_, told, [other] * cell.world_size
 
 

@@ -1,7 +1,6 @@
-"""Ways of clipping in which parts of a model are treated unequally: norms of their own, or left out.
+"""Ways of clipping that treat parameters unequally: by several norms, or without some of them.
 
-Gradients are full tensors by name, of any shape and dtype. A part is a set of parameters that clipping has scaled by
-one factor, or all parameters of a module.
+Gradients are full tensors by name, of any shape and dtype.
 """
 
 import math
@@ -15,11 +14,11 @@ from conformance.oracles.reference import clip_factor, total_norm
 
 Gradients = Mapping[str, Tensor]
 _TOLD = 3
-"""Parts that a sentence names."""
+"""Groups that a sentence names."""
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Group:
     """Parameters whose gradients are scaled by one factor."""
 
     names: Sequence[str]
@@ -35,20 +34,20 @@ class _Part:
         return math.isclose(self.factor, clip_factor(norm, max_norm=limit), rel_tol=CLOSE)
 
 
-def unequal_parts(before: Gradients, after: Gradients, *, limit: float) -> Iterator[tuple[str, str]]:
-    """Yield id and sentence of the way in which clipping to a limit has scaled parts by different factors.
+def unequal_factors(before: Gradients, after: Gradients, *, limit: float) -> Iterator[tuple[str, str]]:
+    """Yield id and sentence of the way in which clipping to a limit has scaled groups by different factors.
 
     Nothing if it has scaled all by one, or the elements of a parameter unequally. Gradients that are zero tell nothing.
     """
-    parts = _parts(before, after)
-    if len(parts) < 2:
+    groups = _groups(before, after)
+    if len(groups) < 2:
         return
     norm = total_norm(before.values(), order=2.0)
-    scaled, others = [each for each in parts if each.is_scaled], [each for each in parts if not each.is_scaled]
+    scaled, others = [each for each in groups if each.is_scaled], [each for each in groups if not each.is_scaled]
     have_own = all(each.is_clipped_by(each.norm, limit=limit) for each in scaled)
     if have_own and len(scaled) > 1:
-        told = ", ".join(f"{_noun(each.names, before)} ({each.norm:.4g})" for each in parts[:_TOLD])
-        told += f" and {len(parts) - _TOLD} more" if len(parts) > _TOLD else ""
+        told = ", ".join(f"{_noun(each.names, before)} ({each.norm:.4g})" for each in groups[:_TOLD])
+        told += f" and {len(groups) - _TOLD} more" if len(groups) > _TOLD else ""
         yield (
             "norms-of-parts",
             f"parts of the model are clipped by norms of their own: {told}; not all by one norm ({norm:.4g})",
@@ -63,7 +62,7 @@ def unequal_parts(before: Gradients, after: Gradients, *, limit: float) -> Itera
         yield "not-all-scaled", told
 
 
-def norms_of_parts(gradients: Gradients) -> Iterator[tuple[str, str, float]]:
+def partial_norms(gradients: Gradients) -> Iterator[tuple[str, str, float]]:
     """Yield id, sentence and value of norms by which all gradients may have been clipped, and which lack some."""
     norm = total_norm(gradients.values(), order=2.0)
     for module in _modules(gradients):
@@ -80,8 +79,8 @@ def norms_of_parts(gradients: Gradients) -> Iterator[tuple[str, str, float]]:
         yield "norm-without-a-part", told, without
 
 
-def _parts(before: Gradients, after: Gradients) -> list[_Part]:
-    """Return the parts that have one factor each, in the order of parameters."""
+def _groups(before: Gradients, after: Gradients) -> list[_Group]:
+    """Return the groups that have one factor each, in the order of parameters."""
     by_factor: list[tuple[float, list[str]]] = []
     for name, gradient in before.items():
         if not bool(gradient.any()):
@@ -95,7 +94,7 @@ def _parts(before: Gradients, after: Gradients) -> list[_Part]:
         else:
             same.append(name)
     return [
-        _Part(names, factor, total_norm([before[name] for name in names], order=2.0)) for factor, names in by_factor
+        _Group(names, factor, total_norm([before[name] for name in names], order=2.0)) for factor, names in by_factor
     ]
 
 
@@ -107,10 +106,10 @@ def _modules(names: Collection[str]) -> list[str]:
     return [path for path in paths if not all(name.startswith(f"{path}.") for name in names)]
 
 
-def _noun(names: Sequence[str], of: Collection[str]) -> str:
+def _noun(names: Sequence[str], every: Collection[str]) -> str:
     """Return the module that has just these parameters, or the first of them."""
-    for module in _modules(of):
-        if {name for name in of if name.startswith(f"{module}.")} == {*names}:
+    for module in _modules(every):
+        if {name for name in every if name.startswith(f"{module}.")} == {*names}:
             return module
     return _first(names)
 
