@@ -121,12 +121,12 @@ def reference_cell(cell: Cell) -> Cell:
 
     It is in bf16, beside fp32, if a cell of the profile that is compared with it is.
     """
-    data = _of_same_data(cell)
-    in_bf16 = any(each.precision != "fp32" and _of_same_data(each) == data for each in (cell, *TRAINER_CELLS))
+    data = _workload_cell(cell)
+    in_bf16 = any(each.precision != "fp32" and _workload_cell(each) == data for each in (cell, *TRAINER_CELLS))
     return replace(data, precision="bf16-mp") if in_bf16 else data
 
 
-def _of_same_data(cell: Cell) -> Cell:
+def _workload_cell(cell: Cell) -> Cell:
     mesh = Mesh.parse(cell.mesh)
     return Cell(
         mesh=f"dp{mesh.dp_replicate * mesh.dp_shard}",

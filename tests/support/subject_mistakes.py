@@ -121,7 +121,7 @@ def clip_one_by_one(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
 
 def clip_layer_by_layer(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip weight and bias of each layer by a norm of their own."""
+    """Clip weight and bias of each layer by a separate norm."""
     given = [*parameters]
     norms = [clip_grad_norm_(given[first : first + 2], max_norm) for first in range(0, len(given), 2)]
     return norms[-1]
