@@ -245,8 +245,8 @@ def sentence_of(place: Location) -> str:
             return f"{name} is not updated{on}{step}{f': {why}' if why else ''}"
         case "parameters" if place.quantity == BETWEEN_STEPS:
             return (
-                f"{name} is changed between steps{on}: step {place.step} does not begin with the value that the "
-                "optimizer has left"
+                f"{name} is changed after the optimizer's step{on}: step {place.step} does not begin with the value "
+                "that the optimizer has left"
             )
         case "parameters" if place.equals.startswith("is that of the step before"):
             return f"{name} is stale{on}{step}: the {place.quantity} {place.equals}"

@@ -16,7 +16,7 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.localisation.equality import CLOSE, deviation
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, shards_of
-from conformance.localisation.unequal_clipping import partial_norms, unequal_factors
+from conformance.localisation.unequal_clipping import added_norms, partial_norms, unequal_factors
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.plan.cells import Cell
 from conformance.subjects.evidence import Evidence, SubjectRecord
@@ -250,7 +250,10 @@ def _norms(
     for order in _ORDERS:
         other = total_norm(gradients.values(), order=order)
         yield f"{order:g}-norm", f"gradients are clipped by their {order:g}-norm", [other] * cell.world_size
-    for id_, told, other in partial_norms(gradients):
+    by_ranks: dict[str, list[str]] = {}
+    for name, parameter in record.ranks[0].parameters.items():
+        by_ranks.setdefault(str((parameter.shard_ranks, parameter.replica_ranks)), []).append(name)
+    for id_, told, other in (*partial_norms(gradients), *added_norms(gradients, list(by_ranks.values()))):
         yield id_, told, [other] * cell.world_size
 
 

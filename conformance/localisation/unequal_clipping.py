@@ -79,6 +79,21 @@ def partial_norms(gradients: Gradients) -> Iterator[tuple[str, str, float]]:
         yield "norm-without-a-part", told, without
 
 
+def added_norms(gradients: Gradients, groups: Sequence[Collection[str]]) -> Iterator[tuple[str, str, float]]:
+    """Yield id, sentence and value of a norm that adds those of groups of parameters, instead of their squares.
+
+    `groups` are the names of those that ranks shard in the same way; one of all parameters has nothing to add.
+    """
+    norms = [total_norm([gradients[name] for name in gradients if name in names], order=2.0) for names in groups]
+    told = " + ".join(f"{each:.4g}" for each in norms if each)
+    if " + " in told:
+        sentence = (
+            f"gradients are clipped by a sum of norms ({told}), one of each group of parameters that ranks shard in "
+            "the same way, and not by the root of the sum of their squares"
+        )
+        yield "norms-added", sentence, sum(norms)
+
+
 def _groups(before: Gradients, after: Gradients) -> list[_Group]:
     """Return the groups that have one factor each, in the order of parameters."""
     by_factor: list[tuple[float, list[str]]] = []

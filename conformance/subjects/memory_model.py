@@ -161,6 +161,11 @@ def shard_bytes(parameter: ShardedParameter) -> int:
     return parameter.local_numel * _itemsize(parameter)
 
 
+def full_bytes(parameter: ShardedParameter) -> int:
+    """Return the bytes of a full parameter."""
+    return math.prod(parameter.shape) * _itemsize(parameter)
+
+
 def _itemsize(parameter: ShardedParameter) -> int:
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return dtype.itemsize

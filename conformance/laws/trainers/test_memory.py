@@ -12,6 +12,7 @@ from conformance.subjects.facts import AllocatorFacts, HeldMemory, PhasePeaks, S
 from conformance.subjects.memory_log import BUILD
 from conformance.subjects.memory_model import (
     NUMBERS_BYTES,
+    full_bytes,
     gathered_ahead_bytes,
     in_flight_bytes,
     other_models_bytes,
@@ -56,7 +57,8 @@ def test_no_more_than_the_state_is_held(evidence: Evidence) -> None:
         room += other_models_bytes(evidence, facts, BUILD)
         gathered = gathered_ahead_bytes(evidence, facts, BUILD + 1)
         room += sum(gathered) + max(gathered, default=0)
-        where = f"rank {facts.rank}, when the model is built"
+        copy_bytes = sum(map(full_bytes, facts.parameters.values()))
+        where = f"rank {facts.rank}, when the model is built; a full copy of all parameters: {copy_bytes} bytes"
         _expect_at_most(built.other_bytes, room + NUMBERS_BYTES, "held besides the state", where)
         for held in steps:
             left = _forward_bytes(memory, held.step) if facts.is_own_loop else 0

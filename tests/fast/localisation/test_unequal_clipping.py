@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.localisation.unequal_clipping import partial_norms, unequal_factors
+from conformance.localisation.unequal_clipping import added_norms, partial_norms, unequal_factors
 from conformance.oracles.reference import clip_factor, total_norm
 
 LIMIT = 2.0
@@ -79,6 +79,14 @@ def test_a_part_that_is_left_out_may_have_a_norm_of_its_own_below_the_limit() ->
     ((_, sentence),) = unequal_factors(before, after, limit=LIMIT)
     assert sentence.startswith("gradients of encoder.bias are left out of clipping")
     assert sentence.endswith("or by a norm of their own, which is below the limit (1)")
+
+
+def test_norms_that_are_added_up_are_named() -> None:
+    encoder, head = ([name for name in GRADIENTS if name.startswith(part)] for part in ("encoder", "head"))
+    ((id_, sentence, norm),) = added_norms(GRADIENTS, [encoder, head])
+    assert (id_, round(norm, 4)) == ("norms-added", 12.0)
+    assert "a sum of norms (5 + 7)" in sentence
+    assert not list(added_norms(GRADIENTS, [[*GRADIENTS]]))
 
 
 def test_norms_that_lack_a_module_are_named() -> None:

@@ -95,7 +95,11 @@ def causes_of(pools: Pools, directory: Path, name: str, cells: list[str], *, lim
         ("own_loops:scheduled_by_micro_batch", ACCUMULATED, "the learning rate of step 0 is 0.025, and 0.1 by"),
         ("own_loops:optimizer_remade", DP2, "the learning rate of step 1 is 0.1, and 0.05 by the declared optimizer"),
         ("own_loops:clipped_while_scaled", DP2, "gradients are clipped while they are 1024 times too large"),
-        ("own_loops:changed_between_steps", DP2, "head.weight is changed between steps: step 1 does not begin with"),
+        (
+            "own_loops:changed_between_steps",
+            DP2,
+            "head.weight is changed after the optimizer's step: step 1 does not begin with",
+        ),
     ],
 )
 def test_a_mistake_is_named(pools: Pools, tmp_path: Path, name: str, cell: str, sentence: str) -> None:
