@@ -12,7 +12,7 @@ from reference_trainer.checks import UsageError
 
 SETS = {
     folder.name: MistakeSet(folder)
-    for folder in (FOLDER, *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4")))
+    for folder in (FOLDER, *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4", "unseen5")))
 }
 ROWS = [(chosen, name) for chosen, found in SETS.items() for name in found.mistakes]
 LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
@@ -20,7 +20,14 @@ LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope
 
 @pytest.mark.parametrize(
     ("name", "mistakes", "trainers"),
-    [("mistakes", 40, 18), ("unseen", 10, 12), ("unseen2", 12, 12), ("unseen3", 0, 6), ("unseen4", 12, 10)],
+    [
+        ("mistakes", 40, 18),
+        ("unseen", 10, 12),
+        ("unseen2", 12, 12),
+        ("unseen3", 0, 6),
+        ("unseen4", 12, 10),
+        ("unseen5", 12, 10),
+    ],
 )
 def test_a_set_has_mistakes_in_its_trainers(name: str, mistakes: int, trainers: int) -> None:
     found = SETS[name]
