@@ -25,6 +25,7 @@ from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
+from conformance.oracles.expert_loads import share_load
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
@@ -114,10 +115,14 @@ def _emulated(
     ring = ring_of(kernels)
     forward = _tensor_parallel(config, model, ring)
     loss_of = _loss_function(config, forward or model, ring)
+    if config.model.n_experts:
+        loss_of = _with_balance(loss_of, model)
     leaves = _leaves(model, forward)
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
     observed = partial(observe, model)
+    if config.model.n_experts:
+        _share_load(config, model, batch, masks, drop)
     loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
     sums = _reductions(config, rounds)
@@ -243,6 +248,23 @@ def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], r
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
 
     return loss_of
+
+
+def _with_balance(loss_of: Callable[[Batch], Tensor], model: Transformer) -> Callable[[Batch], Tensor]:
+    """Loss of a micro-batch with that of the balance of its experts."""
+    return lambda batch: loss_of(batch) + model.balance_loss()
+
+
+def _share_load(
+    config: TrainerConfig,
+    model: Transformer,
+    batch: Batch,
+    masks: Sequence[Tensor],
+    drop: Callable[[Sequence[Tensor]], None],
+) -> None:
+    """Let the experts of each rank balance the tokens of all ranks, of the only micro-batch."""
+    tokens = [_micro_batch(config, batch, rank, 0)[0] for rank in range(_data_parallel_size(config))]
+    share_load(model, tokens, lambda rank: drop(_micro_batch(config, masks, rank, 0)))
 
 
 def _backward(

@@ -78,7 +78,8 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks |
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     """Return the negative log-likelihood summed over the valid labels of a batch: a scalar, in fp32 or fp64.
 
-    Logits below fp32 are raised to fp32 first. The integer model's loss is minus the labels' logits.
+    Logits below fp32 are raised to fp32 first. The integer model's loss is minus the labels' logits. Experts add their
+    balance loss, of all tokens of the batch.
     """
     inputs, labels = batch
     logits: Tensor = model(inputs)
@@ -86,7 +87,8 @@ def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     valid = labels != IGNORED_LABEL
     label_logits = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
-    return ((normalisation - label_logits) * valid).sum()
+    likelihood = ((normalisation - label_logits) * valid).sum()
+    return likelihood + model.balance_loss() if model.config.n_experts else likelihood
 
 
 def _train(

@@ -42,6 +42,7 @@ def mesh_takes_effect(record: Record, neighbour: Record) -> None:
     expect(bool(pairs) == (mesh.pp > 1), f"{len(pairs)} pairs of ranks exchange tensors")
     wide = {name for name, size in sizes.items() if size > 1 and name != "pp"}
     alone = {"dp_shard"} if traits_of(record.header.torch).one_rank_reduces else set()
+    wide |= {f"dp_shard/{ranks}" for ranks in (mesh.ep, mesh.dp_shard // mesh.ep) if 1 < ranks < mesh.dp_shard}
     for run, expected in ((record, wide | alone), (neighbour, alone)):
         groups = {e.group for facts in run.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
         expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
