@@ -406,8 +406,8 @@ def _check_experts(config: TrainerConfig) -> None:
     )
     require(
         config.accumulation == 1,
-        f"model.n_experts with accumulation {config.accumulation}: experts are balanced over a whole step, whose tokens "
-        "several forwards do not see together; use accumulation 1",
+        f"model.n_experts with accumulation {config.accumulation}: experts are balanced over a whole step, of which a "
+        "micro-batch sees only some tokens; use accumulation 1",
     )
     require(
         config.mesh.tp == 1 and config.mesh.pp == 1,

@@ -1,8 +1,8 @@
 """Mixture of experts: each token passes those of several feed-forward networks that a router chooses for it.
 
-Sources: routing, balance loss and the router's fp32 are those of Switch Transformers (arXiv:2101.03961, sections 2.2 and
-2.4), top-k weights those of Mixtral (arXiv:2401.04088), the shared expert that of DeepSeekMoE (arXiv:2401.06066). No
-token is dropped: experts take as many tokens as are routed to them.
+Sources: balance loss and the router's fp32 are those of Switch Transformers (arXiv:2101.03961, sections 2.2 and 2.4),
+weights of several experts those of Mixtral (arXiv:2401.04088), the shared expert is that of DeepSeekMoE
+(arXiv:2401.06066). No token is dropped: experts take as many tokens as are routed to them.
 """
 
 from collections.abc import Callable
@@ -32,17 +32,18 @@ class Routes(NamedTuple):
     """Probabilities of all experts, of shape (tokens, n_experts)."""
 
 
-class Router(nn.Linear):
-    """Linear layer whose logits choose experts; it computes in fp32 or wider, whatever the dtype of activations.
+class Router(nn.Module):
+    """Linear layer whose results, the logits, choose experts; computes in fp32 or wider for activations of any dtype.
 
     A logit that is rounded to 16 bits ties with others, so that neighbouring experts change places.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.dim, config.n_experts, bias=False)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.experts_per_token = config.experts_per_token
 
-    def forward(self, x: Tensor) -> Routes:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Routes:
         """Choose experts for tokens of shape (tokens, dim)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         probabilities = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)

@@ -7,16 +7,18 @@ arXiv:2305.13245.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer import integer_model
 from reference_trainer.config import ModelConfig
 from reference_trainer.experts import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def rope_table(config: ModelConfig, *, device: torch.device | str | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
-parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
+Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision,
+reshard, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
 __main__.
 """
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -95,9 +94,7 @@ _CHOICES: Mapping[str, _Choice] = {
     "to the last expert": lambda _rank, experts: torch.full((_ROWS,), experts - 1),
     "to an expert for each rank": lambda rank, experts: torch.full((_ROWS,), rank % experts),
     "none by the first rank": lambda rank, experts: (torch.arange(_ROWS * (rank > 0)) * 7 % experts).sort().values,
-    "by chance": lambda rank, experts: (
-        torch.randint(experts, (_ROWS + rank,), generator=_generator(rank)).sort().values
-    ),
+    "by chance": lambda rank, experts: _random(experts, (_ROWS + rank,), seed=rank).sort().values,
 }
 
 
@@ -136,5 +133,5 @@ def _differing(measured: Tensor, expected: Tensor) -> int:
     return int((measured != expected.unsqueeze(1)).any(1).sum())
 
 
-def _generator(seed: int) -> Any:
-    return torch.Generator().manual_seed(seed)
+def _random(experts: int, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randint(experts, shape, generator=torch.Generator().manual_seed(seed))
