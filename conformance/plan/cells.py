@@ -82,8 +82,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `cut`: has enough
     layers for a pipeline, of which its stages do not have equally many. `deep`: so many layers that one layer or one
     parameter is small compared with the model. `half`: as deep, with half of the layers. `wide`: can be sharded over
-    1024 ranks. `large`: more tokens, longer rows and larger groups than kernels and collectives take at once. `experts`:
-    a router chooses two of eight experts for each token, beside one that sees all."""
+    1024 ranks. `large`: more tokens, longer rows and larger groups than kernels and collectives take at once.
+    `experts`: a router chooses two of eight experts for each token, beside one that sees all."""
     optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
     """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
 

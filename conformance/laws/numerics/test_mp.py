@@ -33,7 +33,12 @@ _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_st
 _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for phase in ("forward", "backward"))
 
 
-@law("MP-1", where="implementation = fsdp2", gaps=["integer-model", "large-models"], reference=MIXED_PRECISION)
+@law(
+    "MP-1",
+    where="implementation = fsdp2",
+    gaps=["experts-divided", "integer-model", "large-models"],
+    reference=MIXED_PRECISION,
+)
 def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
     """Every parameter, gradient, optimizer state, buffer, module, operator and collective on the wire MUST have the
     dtype of the precision.
@@ -73,7 +78,7 @@ def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> d
 @law(
     "MP-2",
     where="precision in (bf16-mp, bf16-init) and implementation = fsdp2",
-    gaps=["rerun-cost-combined", "resumed", "large-models"],
+    gaps=["experts-of-ranks", "rerun-cost-combined", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -117,7 +122,7 @@ def test_rope_tables_and_buffers_keep_every_bit(run: Run, cell: Cell) -> None:
         compare.bits(final, buffers, name=f"buffers of rank {facts.rank} after training")
 
 
-@law("MP-4", where="implementation = fsdp2", gaps=["large-models"], reference=TENSOR_PARALLEL)
+@law("MP-4", where="implementation = fsdp2", gaps=["experts-divided", "large-models"], reference=TENSOR_PARALLEL)
 def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
     """Number and bytes of the collectives of each phase, group, kind and dtype MUST be those that the algorithms need.
 

@@ -20,7 +20,7 @@ _NUMBER_OF_TOKENS = "int64"
 """Dtype of the only sum over data ranks that FSDP does not issue."""
 
 
-@law("RS-1", where="implementation = fsdp2", gaps=["large-models"], reference=RESHARD_AFTER_FORWARD)
+@law("RS-1", where="implementation = fsdp2", gaps=["experts-divided", "large-models"], reference=RESHARD_AFTER_FORWARD)
 def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: Cell) -> None:
     """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
     in every step; in forward each MUST be issued when its group is entered, or the group that prefetches it.
