@@ -62,7 +62,7 @@ GAPS = {
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
     "experts-divided": Gap(
         "ep > 1",
-        "experts have collectives and shards of a mesh that the law's model does not know; EP-4 judges them",
+        "experts multiply the rows of several ranks at once, one process those of each rank; PAR-1 judges sums",
     ),
     "experts-of-ranks": Gap(
         "ep > 1 and precision != fp32",

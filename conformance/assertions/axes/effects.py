@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.torch_versions import traits_of
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import ALLOCATOR_VARIABLES
@@ -68,7 +68,7 @@ def precision_takes_effect(record: Record, neighbour: Record) -> None:
         in_bf16 = run.cell.precision == "bf16-init"
         several, traits = Mesh.parse(run.cell.mesh).dp_shard > 1, traits_of(run.header.torch)
         expected = {
-            "matrix products": {policy.compute},
+            "matrix products": {policy.compute, *([FP32] if run.cell.model == "experts" else [])},  # those of routers
             "all-gathers": {policy.compute} if several or traits.one_rank_gathers else set(),
             "reduce-scatters": {policy.reduce} if several or traits.one_rank_reduces else set(),
             "norms": {policy.sharded_norms},
