@@ -33,19 +33,21 @@ CELLS = st.builds(
 @pytest.mark.parametrize(
     ("text", "sizes", "world"),
     [
-        ("dp1", (1, 1, 1, 1), 1),
-        ("dp2", (1, 2, 1, 1), 2),
-        ("tp4", (1, 1, 4, 1), 4),
-        ("dp2-tp2", (1, 2, 2, 1), 4),
-        ("hsdp2x2", (2, 2, 1, 1), 4),
-        ("hsdp2x1", (2, 1, 1, 1), 2),
-        ("hsdp2x3-tp4", (2, 3, 4, 1), 24),
-        ("dp4096", (1, 4096, 1, 1), 4096),
-        ("pp2", (1, 1, 1, 2), 2),
-        ("pp2-hsdp2x2-tp2", (2, 2, 2, 2), 16),
+        ("dp1", (1, 1, 1, 1, 1), 1),
+        ("dp2", (1, 2, 1, 1, 1), 2),
+        ("tp4", (1, 1, 4, 1, 1), 4),
+        ("dp2-tp2", (1, 2, 2, 1, 1), 4),
+        ("hsdp2x2", (2, 2, 1, 1, 1), 4),
+        ("hsdp2x1", (2, 1, 1, 1, 1), 2),
+        ("hsdp2x3-tp4", (2, 3, 4, 1, 1), 24),
+        ("dp4096", (1, 4096, 1, 1, 1), 4096),
+        ("pp2", (1, 1, 1, 2, 1), 2),
+        ("dp4-ep2", (1, 4, 1, 1, 2), 4),
+        ("hsdp2x4-ep2", (2, 4, 1, 1, 2), 8),
+        ("pp2-hsdp2x2-tp2", (2, 2, 2, 2, 1), 16),
     ],
 )
-def test_mesh_names(text: str, sizes: tuple[int, int, int, int], world: int) -> None:
+def test_mesh_names(text: str, sizes: tuple[int, int, int, int, int], world: int) -> None:
     mesh = Mesh.parse(text)
     assert msgspec.structs.astuple(mesh) == sizes
     assert (mesh.name, mesh.world_size) == (text, world)
