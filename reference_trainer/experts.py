@@ -94,24 +94,42 @@ class MixtureOfExperts(nn.Module):
         """Map activations of shape (batch, seq_len, dim), each position by itself."""
         tokens = x.flatten(0, 1)
         routes = self.router(tokens)
-        counts = routes.experts.flatten().bincount(minlength=routes.probabilities.shape[-1])
-        self.balance_loss = self._balance_loss(routes.probabilities, self.sum_over_ranks(counts.clone()))
-        order = routes.experts.flatten().argsort(stable=True)
-        # A token once for each of its experts: autograd then adds up the gradients of a token in the order of its
-        # experts, and permutes rows without adding any.
-        rows = tokens.unsqueeze(1).expand(-1, routes.experts.shape[1], -1).flatten(0, 1)[order]
-        outputs = self.dispatch(self.experts, rows, counts)[order.argsort()].view(*routes.experts.shape, -1)
-        mixed = (outputs * routes.weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
-        return mixed.view_as(x) + self.shared(x)
+        counts = self.counts(routes)
+        self.balance(routes, self.sum_over_ranks(counts.clone()))
+        rows, order = self.rows(tokens, routes)
+        return self.combined(x, routes, self.dispatch(self.experts, rows, counts), order)
 
-    def _balance_loss(self, probabilities: Tensor, load: Tensor) -> Tensor:
-        """Return the loss that is least if all experts get equally many tokens, summed over this rank's tokens.
+    def counts(self, routes: Routes) -> Tensor:
+        """Return the number of tokens of each expert."""
+        return routes.experts.flatten().bincount(minlength=routes.probabilities.shape[-1])
+
+    def balance(self, routes: Routes, load: Tensor) -> None:
+        """Set the loss that is least if all experts get equally many tokens, summed over this rank's tokens.
 
         `load` has the number of tokens of each expert on all ranks, so that the sum over ranks is the loss of all
         tokens: a rank's own load would let each balance for itself.
         """
-        share = load.to(probabilities.dtype) / load.sum()
-        return self.balance_weight * probabilities.shape[-1] * (probabilities.sum(0) * share).sum()
+        share = load.to(routes.probabilities.dtype) / load.sum()
+        weight = self.balance_weight * len(share)
+        self.balance_loss = weight * (routes.probabilities.sum(0) * share).sum()
+
+    def rows(self, tokens: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        """Return the tokens, of shape (tokens, dim), once for each of their experts, sorted by expert, and the order.
+
+        Autograd then adds up the gradients of a token in the order of its experts, and permutes rows without adding.
+        """
+        order = routes.experts.flatten().argsort(stable=True)
+        return tokens.unsqueeze(1).expand(-1, routes.experts.shape[1], -1).flatten(0, 1)[order], order
+
+    def combined(self, x: Tensor, routes: Routes, results: Tensor, order: Tensor) -> Tensor:
+        """Return the weighted sum of the results of each token's experts, and that of the shared one.
+
+        `results` are those of the rows, in their order.
+        """
+        by_token = results[order.argsort()].view(*routes.experts.shape, -1)
+        mixed = (by_token * routes.weights.to(by_token.dtype).unsqueeze(-1)).sum(1)
+        out: Tensor = mixed.view_as(x) + self.shared(x)
+        return out
 
 
 def over_ranks(

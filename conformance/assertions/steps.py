@@ -164,13 +164,11 @@ def require_known_sum_order(measure: Measure, cell: Cell) -> None:
 
 
 def is_sum_order_known(measure: Measure, cell: Cell) -> bool:
-    """Return whether the emulation knows in which order numbers of tensor-parallel ranks and rows of experts are added.
+    """Return whether the emulation knows in which order the backend adds numbers of tensor-parallel ranks.
 
     In fp32 the bounds allow any order.
     """
     tp = cell.config.mesh.tp
-    if cell.config.mesh.ep > 1 and cell.precision != "fp32":
-        return False
     if tp <= 2 or cell.precision == "fp32":
         return True
     ranks = measure(probe, Cell(mesh=f"dp{tp}"))

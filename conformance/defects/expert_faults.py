@@ -82,24 +82,23 @@ def router_in_bf16(benign: bool, original: Callable[[Router, Tensor], Routes], r
 
 
 @defect("EP-3 PAR-1", _HELD, "https://arxiv.org/abs/2501.11873")
-@instead_of("reference_trainer.experts:MixtureOfExperts", "_balance_loss")
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def experts_balanced_by_rank(
-    benign: bool, original: Call, mixture: MixtureOfExperts, probabilities: Tensor, load: Tensor
-) -> Tensor:
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> None:
     """Each rank balances its own tokens: the load is not that of all ranks."""
-    own = probabilities.topk(mixture.router.experts_per_token, dim=-1).indices.flatten().bincount(minlength=len(load))
-    loss: Tensor = original(mixture, probabilities, load if benign else own)
-    return loss
+    original(mixture, routes, load if benign else mixture.counts(routes))
 
 
 @defect("EP-3 PAR-1", _HELD, "NVIDIA/Megatron-LM/issues/3672")
-@instead_of("reference_trainer.experts:MixtureOfExperts", "_balance_loss")
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def balance_loss_divided_by_ranks(
-    benign: bool, original: Call, mixture: MixtureOfExperts, probabilities: Tensor, load: Tensor
-) -> Tensor:
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> None:
     """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
-    loss: Tensor = original(mixture, probabilities, load)
-    return loss if benign else loss / dist.get_world_size()
+    original(mixture, routes, load)
+    if not benign and mixture.balance_loss is not None:
+        mixture.balance_loss = mixture.balance_loss / dist.get_world_size()
 
 
 @defect("EP-1 EP-4", _DIVIDED, _ALL_TO_ALL)

@@ -119,7 +119,7 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
 
 
 def _without_tensor_parallelism(config: TrainerConfig) -> TrainerConfig:
-    return replace(config, mesh=replace(config.mesh, tp=1), loss_parallel=False)
+    return replace(config, mesh=replace(config.mesh, tp=1, ep=1), loss_parallel=False)
 
 
 def _within_one_micro_batch(config: TrainerConfig) -> Bound:

@@ -166,13 +166,11 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each. Where
     such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`. In fp16 the last division also
     errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss. In fp32 with more than two
-    tensor-parallel ranks, experts that multiply rows of several ranks at once, compiled by inductor, or with TF32,
-    which the emulation does not model, run and emulation are independent computations, each with the error of
-    `fp32_gradients`. What aot_eager compiles calls the kernels of eager mode. In 16 bits inductor rounds in other
-    places: see `compiled_loss`.
+    tensor-parallel ranks, compiled by inductor, or with TF32, which the emulation does not model, run and emulation are
+    independent computations, each with the error of `fp32_gradients`. What aot_eager compiles calls the kernels of
+    eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
     """
-    independent = config.mesh.tp > 2 or config.mesh.ep > 1 or config.compile == "inductor" or config.tf32
-    if config.precision == "fp32" and independent:
+    if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile == "inductor" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
     reduced, added = _roundings_of_sums(config)
     if not reduced:

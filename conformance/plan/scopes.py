@@ -60,14 +60,6 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
-    "experts-divided": Gap(
-        "ep > 1",
-        "experts multiply the rows of several ranks at once, one process those of each rank; PAR-1 judges sums",
-    ),
-    "experts-of-ranks": Gap(
-        "ep > 1 and precision != fp32",
-        "experts round sums over tokens of several ranks, which the emulation computes rank by rank",
-    ),
     "experts-in-16-bit": Gap(
         "model = experts and precision != fp32",
         "one process in fp32 sends other tokens to an expert than a run in 16 bits; PAR-2 judges the latter",

@@ -80,7 +80,7 @@ def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> d
 @law(
     "MP-2",
     where="precision in (bf16-mp, bf16-init) and implementation = fsdp2",
-    gaps=["experts-of-ranks", "rerun-cost-combined", "resumed", "large-models"],
+    gaps=["rerun-cost-combined", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

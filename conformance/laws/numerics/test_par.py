@@ -66,7 +66,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["experts-of-ranks", "resumed", "large-models"],
+    gaps=["resumed", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )

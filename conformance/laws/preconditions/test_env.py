@@ -111,7 +111,7 @@ def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
 @law(
     "ENV-5",
     where="compile = false",
-    gaps=["experts-divided", "integer-model", "large-models"],
+    gaps=["integer-model", "large-models"],
     reference="https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
 )
 def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:

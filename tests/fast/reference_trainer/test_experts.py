@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from conformance.oracles.expert_loads import share_load
 from conformance.oracles.reference import initial_model
+from conformance.oracles.virtual_ep import ExpertParallelForward, joined_experts
 from conformance.plan.cells import Cell
 from reference_trainer.checks import UsageError
 from reference_trainer.config import MeshConfig, TrainerConfig
@@ -61,6 +62,19 @@ def test_ranks_that_share_their_load_balance_all_tokens() -> None:
         losses.append(float(model.balance_loss()))
     assert sum(losses) == pytest.approx(expected)
     assert losses[0] != pytest.approx(losses[1])
+
+
+def test_ranks_that_divide_experts_compute_what_each_does_alone() -> None:
+    model = initial_model(CONFIG).double()
+    tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
+    forward = ExpertParallelForward(model, ranks=4, ep=2)
+    logits = forward(tokens.chunk(4))
+    torch.testing.assert_close(torch.cat(logits), model(tokens))
+    expected = torch.autograd.grad(model(tokens).square().sum(), model.mixtures[0].experts.w1)[0]
+    halves = [rank.mixtures[0].experts.w1 for rank in forward.models]
+    gradients = torch.autograd.grad(torch.cat(logits).square().sum(), halves)
+    joined = joined_experts([{"0.experts.w1": gradient} for gradient in gradients], ep=2)
+    torch.testing.assert_close(sum(each["0.experts.w1"] for each in joined), expected)
 
 
 @pytest.mark.parametrize(
