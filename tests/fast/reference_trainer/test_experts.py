@@ -50,6 +50,7 @@ def test_equal_probabilities_cost_the_weight_for_each_token() -> None:
     assert float(network.balance_loss) == pytest.approx(10 * CONFIG.model.balance_weight)
 
 
+@torch.no_grad()
 def test_ranks_that_share_their_load_balance_all_tokens() -> None:
     model = initial_model(CONFIG).double()
     tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
