@@ -5,6 +5,7 @@ from typing import Protocol
 
 from reference_trainer.checks import require
 from reference_trainer.config import MeshConfig, TrainerConfig
+from reference_trainer.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         data.global_batch_size % (dims.dp * config.accumulation) == 0,
         f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
         f"= {dims.dp} x {config.accumulation}",
+    )
+    require(
+        not (1 < dims.ep == dims.dp_shard and PRECISIONS[config.precision].reduce == "float16"),
+        f"precision {config.precision} with mesh.ep {dims.ep}, all of dp_shard: torch divides fp16 gradients of a group "
+        "of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or precision fp16-mp",
     )
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,

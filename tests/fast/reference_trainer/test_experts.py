@@ -11,11 +11,11 @@ from conformance.oracles.reference import initial_model
 from conformance.oracles.virtual_ep import ExpertParallelForward, joined_experts
 from conformance.plan.cells import Cell
 from reference_trainer.checks import UsageError
-from reference_trainer.config import MeshConfig, TrainerConfig
+from reference_trainer.config import MeshConfig
 from reference_trainer.data import Batches
 from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.init_weights import normal
-from reference_trainer.parallel_dims import resolve_mesh
+from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
 
 CONFIG = Cell(mesh="dp1", model="experts").config
 
@@ -100,6 +100,11 @@ def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
 
 
 def test_ranks_of_experts_must_divide_those_of_shards() -> None:
-    config: TrainerConfig = replace(CONFIG, mesh=MeshConfig(dp_shard=3, ep=2))
     with pytest.raises(UsageError, match=r"dp_shard 3 is not divisible by mesh\.ep 2"):
-        resolve_mesh(config.mesh, world_size=3)
+        resolve_mesh(MeshConfig(dp_shard=3, ep=2), world_size=3)
+
+
+def test_a_reduction_in_fp16_over_one_shard_is_refused() -> None:
+    config = replace(CONFIG, mesh=MeshConfig(dp_shard=2, ep=2), precision="fp16-reduce")
+    with pytest.raises(UsageError, match="torch divides fp16 gradients of a group of one shard twice"):
+        check_fits_mesh(config, resolve_mesh(config.mesh, world_size=2))
