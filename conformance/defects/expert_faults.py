@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from reference_trainer.experts import MixtureOfExperts, Router, Routes
 
-_DIVIDED = "id = dp2-ep2-fp32-default-meta-experts"
+_OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
 _HELD = "id = dp2-fp32-default-meta-experts"
 _ALL_TO_ALL = "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 
 
-@defect("EP-2 PAR-1", _DIVIDED, "pytorch/torchtitan/pull/1551")
-def expert_gradients_divided_by_own_ranks(benign: bool) -> Injection:
+@defect("EP-2 PAR-1", _OF_RANKS, "pytorch/torchtitan/pull/1551")
+def expert_gradients_averaged_over_own_ranks(benign: bool) -> Injection:
     """The gradient of an expert is divided by the ranks that share the expert, not by all that send it tokens."""
 
     def divide(original: Call, experts: nn.Module, *arguments: Any) -> None:
@@ -30,8 +30,8 @@ def expert_gradients_divided_by_own_ranks(benign: bool) -> Injection:
     return replaced_call("reference_trainer.parallelize", "apply_fsdp_to_experts", divide)
 
 
-@defect("EP-2 PAR-1", _DIVIDED, "databricks/megablocks/issues/86")
-def expert_gradients_divided_twice(benign: bool) -> Injection:
+@defect("EP-2 PAR-1", _OF_RANKS, "databricks/megablocks/issues/86")
+def expert_gradients_averaged_twice(benign: bool) -> Injection:
     """The gradient of an expert is divided by the ranks among which experts are divided once more."""
 
     def divide(original: Call, experts: nn.Module, *arguments: Any) -> None:
@@ -43,7 +43,7 @@ def expert_gradients_divided_twice(benign: bool) -> Injection:
     return replaced_call("reference_trainer.parallelize", "apply_fsdp_to_experts", divide)
 
 
-@defect("CLIP-1", _DIVIDED, "deepspeedai/DeepSpeed/issues/8475")
+@defect("CLIP-1", _OF_RANKS, "deepspeedai/DeepSpeed/issues/8475")
 @instead_of("reference_trainer.clip", "_norm")
 def clip_norm_averages_experts(
     benign: bool, original: Call, gradients: list[Tensor], mesh: DeviceMesh | None, **options: Any
@@ -54,7 +54,7 @@ def clip_norm_averages_experts(
     return norm / mesh.size() ** (1.0 / options["norm_type"]) if mesh and is_of_experts and not benign else norm
 
 
-@defect("EP-1", _DIVIDED, _ALL_TO_ALL)
+@defect("EP-1", _OF_RANKS, _ALL_TO_ALL)
 @instead_of("reference_trainer.experts", "_by_expert")
 def rows_permuted_after_exchange(benign: bool, original: Call, received: Tensor) -> Tensor:
     """Rows that arrive by rank are taken as if they arrived by expert."""
@@ -62,7 +62,7 @@ def rows_permuted_after_exchange(benign: bool, original: Call, received: Tensor)
     return order if benign else torch.arange(len(order), device=order.device)
 
 
-@defect("EP-1", _DIVIDED, _ALL_TO_ALL)
+@defect("EP-1", _OF_RANKS, _ALL_TO_ALL)
 @instead_of("reference_trainer.experts:_AllToAll", "backward")
 def gradients_of_rows_not_returned(benign: bool, original: Call, ctx: Any, *grads: Tensor) -> Any:
     """Gradients of exchanged rows are those of other rows: the last ones of each rank come first."""
@@ -92,7 +92,7 @@ def experts_balanced_by_rank(
 
 @defect("EP-3 PAR-1", _HELD, "NVIDIA/Megatron-LM/issues/3672")
 @instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
-def balance_loss_divided_by_ranks(
+def balance_loss_averaged_over_ranks(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
 ) -> None:
     """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
@@ -101,7 +101,7 @@ def balance_loss_divided_by_ranks(
         mixture.balance_loss = mixture.balance_loss / dist.get_world_size()
 
 
-@defect("EP-1 EP-4", _DIVIDED, _ALL_TO_ALL)
+@defect("EP-1 EP-4", _OF_RANKS, _ALL_TO_ALL)
 @instead_of("reference_trainer.parallelize", "over_ranks")
 def rows_exchanged_twice(
     benign: bool, original: Call, experts: Call, rows: Tensor, counts: Tensor, **options: Any

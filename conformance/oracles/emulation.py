@@ -30,7 +30,7 @@ from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
 from conformance.oracles.torch_versions import traits_of
-from conformance.oracles.virtual_ep import ExpertParallelForward, is_divided, joined_experts
+from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
@@ -123,7 +123,7 @@ def _emulated(
     drop = partial(replay, model, rounding=dropout)
     observed = partial(observe, model)
     if config.mesh.ep > 1:
-        loss, gradients = _divided_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
+        loss, gradients = _expert_parallel_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
     else:
         if config.model.n_experts:
             _share_load(config, model, batch, masks, drop)
@@ -179,7 +179,7 @@ def _local_gradients(
     return loss, gradients
 
 
-def _divided_gradients(
+def _expert_parallel_gradients(
     config: TrainerConfig,
     model: Transformer,
     batch: Batch,
@@ -366,10 +366,12 @@ def _reductions(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> l
     ep = config.mesh.ep
     if ep == 1:
         return _reduced(config, rounds)
-    others = [[{name: grad for name, grad in own.items() if not is_divided(name)} for own in ranks] for ranks in rounds]
+    others = [
+        [{name: grad for name, grad in own.items() if not is_of_experts(name)} for own in ranks] for ranks in rounds
+    ]
     experts = [joined_experts(ranks, ep=ep) for ranks in rounds]
     pairs = zip(_reduced(config, others), _reduced(config, experts), strict=True)
-    return [of_others | of_experts for of_others, of_experts in pairs]
+    return [dense | routed for dense, routed in pairs]
 
 
 def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> list[Tensors]:

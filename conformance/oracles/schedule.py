@@ -87,7 +87,7 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     """Return the name of the group that a parameter belongs to."""
     module = parameter.rpartition(".")[0]
     if module.startswith("layers."):
-        is_group = (_norms_are_groups(config) and module.endswith("_norm")) or _is_divided(module, config)
+        is_group = (_norms_are_groups(config) and module.endswith("_norm")) or _is_of_experts(module, config)
         return module if is_group else ".".join(module.split(".")[:2])
     if (module == _EMBEDDING and not spans_model(config)) or (module == _NORM and _norms_are_groups(config)):
         return module
@@ -144,7 +144,7 @@ def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[
     numels: dict[str, int] = {}
     for parameter, (rows, *rest) in shapes.items():
         group = group_of(parameter, config)
-        ranks = config.mesh.ep if _is_divided(group, config) else 1
+        ranks = config.mesh.ep if _is_of_experts(group, config) else 1
         numels[group] = numels.get(group, 0) + -(-(rows // ranks) // (shards // ranks)) * prod(rest)
     return numels
 
@@ -154,7 +154,7 @@ def subgroup(ranks: int, dims: ParallelDims) -> str:
     return "dp_shard" if ranks == dims.dp_shard else f"dp_shard/{ranks}"
 
 
-def _is_divided(module: str, config: TrainerConfig) -> bool:
+def _is_of_experts(module: str, config: TrainerConfig) -> bool:
     """Return whether a module has experts that are divided among ranks."""
     return config.mesh.ep > 1 and module.endswith(_EXPERTS)
 
@@ -322,7 +322,7 @@ class _Schedule:
     def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
-        if kind != "all_reduce" and _is_divided(group, self._config):
+        if kind != "all_reduce" and _is_of_experts(group, self._config):
             ranks //= self._dims.ep
             over = subgroup(ranks, self._dims)
         traits = self._traits

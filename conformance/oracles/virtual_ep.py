@@ -84,10 +84,10 @@ def joined_experts(ranks: Sequence[Tensors], *, ep: int) -> list[Tensors]:
     """Return the gradients of all experts of each group of `ep` ranks, which hold them, by parameter name."""
     groups = [ranks[first : first + ep] for first in range(0, len(ranks), ep)]
     return [
-        {name: torch.cat([own[name] for own in group]) for name in group[0] if is_divided(name)} for group in groups
+        {name: torch.cat([own[name] for own in group]) for name in group[0] if is_of_experts(name)} for group in groups
     ]
 
 
-def is_divided(parameter: str) -> bool:
+def is_of_experts(parameter: str) -> bool:
     """Return whether a parameter stacks experts."""
     return ".experts." in parameter

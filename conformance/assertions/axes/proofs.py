@@ -61,8 +61,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
 
     Each mesh is proven once, on its cell without features.
     """
-    divides_experts = "ep" in f"{cell.mesh} {cell.saved_on}"
-    base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _OF_EXPERTS if divides_experts else _BASE
+    has_expert_ranks = "ep" in f"{cell.mesh} {cell.saved_on}"
+    base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _OF_EXPERTS if has_expert_ranks else _BASE
     for axis in axis_names():
         if getattr(cell, axis) != getattr(base, axis) and not (axis == "mesh" and cell.features > base.features):
             # One process has no tensor parallelism, no replicas whose gradients are postponed, and no fewer ranks to

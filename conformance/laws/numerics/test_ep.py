@@ -77,8 +77,8 @@ def test_experts_are_balanced_over_all_ranks(measure: Measure, cell: Cell) -> No
     config = cell.config
     experts, weight = config.model.n_experts, config.model.balance_weight
     ranks = measure(routing, cell)
-    losses = [sum(routed.balance_loss for routed in of_layer) for of_layer in zip(*ranks, strict=True)]
-    expected = [experts * weight * _imbalance(of_layer) for of_layer in zip(*ranks, strict=True)]
+    losses = [sum(routed.balance_loss for routed in block) for block in zip(*ranks, strict=True)]
+    expected = [experts * weight * _imbalance(block) for block in zip(*ranks, strict=True)]
     # Each loss is a sum of numbers of one sign: over the tokens of a rank, and over experts. Rounding of the
     # probabilities does not count, whose own sums are expected.
     tokens = config.data.global_batch_size * config.data.seq_len

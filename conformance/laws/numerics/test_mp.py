@@ -139,8 +139,8 @@ def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
         at = facts.mesh_coordinate
         expected = add_up(step_events(config, dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0)))
         for step in record.steps:
-            of_step = (event for event in facts.collectives if event.step == step and event.kind != _ROUTED)
-            measured = add_up(event for event in of_step if not _agrees(event, record))
+            in_step = (event for event in facts.collectives if event.step == step and event.kind != _ROUTED)
+            measured = add_up(event for event in in_step if not _agrees(event, record))
             misfits += (f"rank {facts.rank}, step {step}, {misfit}" for misfit in _misfits(measured, expected))
             measured_bytes += sum(traffic.nbytes for traffic in measured.values())
             expected_bytes += sum(traffic.nbytes for traffic in expected.values())

@@ -58,5 +58,5 @@ def _linear_layers_of_a_block(cell: Cell) -> int:
     """Number of a rank's products in forward; each of the experts that it holds has those of a feed-forward network."""
     model = cell.config.model
     block = outline(model).layers["0"]
-    of_experts = 1 + _PRODUCTS_OF_AN_EXPERT * (model.n_experts // cell.config.mesh.ep) if model.n_experts else 0
-    return sum(isinstance(module, nn.Linear) for module in block.modules()) + of_experts
+    expert_products = 1 + _PRODUCTS_OF_AN_EXPERT * (model.n_experts // cell.config.mesh.ep) if model.n_experts else 0
+    return sum(isinstance(module, nn.Linear) for module in block.modules()) + expert_products
