@@ -76,7 +76,7 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
     require(
         not (1 < dims.ep == dims.dp_shard and PRECISIONS[config.precision].reduce == "float16"),
         f"precision {config.precision} with mesh.ep {dims.ep}, all of dp_shard: torch divides fp16 gradients of a "
-        "group of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or precision fp16-mp",
+        "group of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or fp16-mp",
     )
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,

@@ -51,7 +51,7 @@ class _Watch(Observer):
             mixture.router.register_forward_hook(self._note)
 
     def phase(self, name: str, *, step: int) -> None:
-        """Read the balance losses when forward has ended; what is recomputed is not noted."""
+        """Read the balance losses when forward has ended; recomputed ones are not noted."""
         if name == "backward" and len(self.routings) == len(self._mixtures):
             for routed, mixture in zip(self.routings, self._mixtures, strict=True):
                 assert mixture.balance_loss is not None
@@ -74,7 +74,7 @@ class _Watch(Observer):
 
 
 class Exchange(msgspec.Struct):
-    """Rows of one rank that experts have computed, on whichever rank they are."""
+    """Rows of one rank that experts of all ranks have computed."""
 
     rows: int
     arrived: int
@@ -82,7 +82,7 @@ class Exchange(msgspec.Struct):
     wrong: int
     """Number of rows whose result is not that of their expert."""
     wrong_gradients: int
-    """Number of rows whose gradient is not that of their own result."""
+    """Number of rows whose gradient is not that of their result."""
 
 
 _ROWS = 24

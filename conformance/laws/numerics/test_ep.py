@@ -26,7 +26,7 @@ DIVIDE_FACTOR = (
 
 @law("EP-1", where="model = experts and features <= 2", reference=ALL_TO_ALL)
 def test_each_row_gets_the_result_of_its_expert(measure: Measure, cell: Cell) -> None:
-    """Each row MUST be computed once, by the expert that was chosen for it, on whichever rank; its result and its
+    """Each row MUST be computed once, by the expert that was chosen for it, on any rank; its result and its
     gradient MUST come back to its place.
 
     Wrong if rows are lost, doubled or permuted, if an expert without rows breaks the exchange, or if gradients go
@@ -51,7 +51,7 @@ def test_each_row_gets_the_result_of_its_expert(measure: Measure, cell: Cell) ->
     numbers=True,
     reference=DIVIDE_FACTOR,
 )
-def test_gradients_of_experts_are_divided_by_all_tokens(run: Run, cell: Cell) -> None:
+def test_gradients_of_experts_are_means_over_all_tokens(run: Run, cell: Cell) -> None:
     """The gradient of an expert MUST be that of the mean over the tokens of all ranks, as that of any other parameter.
 
     Wrong if it is divided by the ranks that share the expert alone, or by the tokens that the expert got.
