@@ -188,7 +188,7 @@ def _expert_parallel_gradients(
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
-    """Results as those of `_local_gradients`, of ranks that divide experts; each has gradients of the experts that it holds."""
+    """Results as those of `_local_gradients`, of ranks that divide experts, each with the gradients of its experts."""
     forward = ExpertParallelForward(model, ranks=_data_parallel_size(config), ep=config.mesh.ep)
     leaves = [dict(own.named_parameters()) for own in forward.models]
     for rank, own in enumerate(forward.models):
