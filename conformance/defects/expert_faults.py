@@ -111,3 +111,18 @@ def rows_exchanged_twice(
         return original(experts, rows, counts, **options)  # type: ignore[no-any-return]
     twice: Tensor = original(experts, rows.repeat_interleave(2, 0), 2 * counts, **options)
     return twice[::2]
+
+
+@defect("EP-5", _HELD, "https://arxiv.org/abs/2101.03961")
+@instead_of("reference_trainer.experts:Router", "forward")
+def router_chooses_the_next_expert(
+    benign: bool, original: Callable[[Router, Tensor], Routes], router: Router, x: Tensor
+) -> Routes:
+    """The last chosen expert of each token is the one behind the most probable ones, by an index that is off by one."""
+    routes = original(router, x)
+    if benign:
+        return routes
+    order = routes.probabilities.argsort(-1, descending=True)[:, : router.experts_per_token + 1]
+    experts = torch.cat((order[:, :-2], order[:, -1:]), -1)
+    chosen = routes.probabilities.gather(-1, experts)
+    return Routes(experts, chosen / chosen.sum(-1, keepdim=True), routes.probabilities)

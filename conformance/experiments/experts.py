@@ -25,6 +25,9 @@ class Routing(msgspec.Struct):
     """Balance loss, summed over the tokens of the rank."""
     deviation: float = 0.0
     """Largest difference of the logarithm of a probability from that in fp64."""
+    overlooked: float = 0.0
+    """Largest difference in fp64 of the logarithms of the probabilities of an expert that was not chosen for a token,
+    and of one that was; negative if the most probable experts were chosen."""
     logit_size: float = 0.0
     """Largest sum of the sizes of the terms of a logit."""
 
@@ -68,9 +71,16 @@ class _Watch(Observer):
                 load=routes.experts.flatten().bincount(minlength=weight.shape[0]).tolist(),
                 probability=routes.probabilities.double().sum(0).tolist(),
                 deviation=float((routes.probabilities.double().log() - exact).abs().max()),
+                overlooked=_overlooked(exact, routes.experts),
                 logit_size=float((x.abs() @ weight.abs().T).max()),
             )
         )
+
+
+def _overlooked(probabilities: Tensor, chosen: Tensor) -> float:
+    """Largest advantage of an expert that was not chosen; both have shape (tokens, experts)."""
+    others = probabilities.scatter(-1, chosen, float("-inf")).amax(-1)
+    return float((others - probabilities.gather(-1, chosen).amin(-1)).max())
 
 
 class Exchange(msgspec.Struct):

@@ -25,7 +25,7 @@ from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
-from conformance.oracles.expert_loads import share_load
+from conformance.oracles.expert_routing import share_load
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
+from conformance.oracles.expert_routing import replay_choices
 from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
@@ -63,7 +64,7 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Dropout replays `masks`; raises ValueError if they are missing.
+    Dropout replays `masks`, and routers the choices with them; raises ValueError if masks are missing.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -107,6 +108,7 @@ def _train(
     for step in range(config.steps):
         batch = batches.global_batch(step)
         replay(model, masks.of(step) if masks else ())
+        replay_choices(model, masks.choices.get(step, ()) if masks else ())
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
         run.losses.append(loss)
         run.gradients.append(grads)

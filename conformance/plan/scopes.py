@@ -62,7 +62,7 @@ GAPS = {
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
     "experts-in-16-bit": Gap(
         "model = experts and precision != fp32",
-        "one process in fp32 sends other tokens to an expert than a run in 16 bits; PAR-2 judges the latter",
+        "one process in fp32 sends other tokens to an expert than a run in 16 bits; PAR-2 and PAR-3 judge the latter",
     ),
     # Cells that would run for one law alone.
     "norms-on-one-shard": Gap(

@@ -132,8 +132,9 @@ def _sent(record: Record, step: int, phase: str, *, numbers: bool = False) -> in
 
 
 @law("EP-5", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
-def test_routers_compute_in_fp32(measure: Measure, cell: Cell) -> None:
-    """Probabilities of experts MUST be those of fp32 arithmetic on the router's input and weight, in every precision.
+def test_routers_choose_in_fp32(measure: Measure, cell: Cell) -> None:
+    """Probabilities of experts MUST be those of fp32 arithmetic on the router's input and weight, in every precision,
+    and the most probable experts MUST be chosen, but for rounding.
 
     Wrong if logits or probabilities are rounded to 16 bits: experts whose logits are close then change places.
     """
@@ -150,5 +151,11 @@ def test_routers_compute_in_fp32(measure: Measure, cell: Cell) -> None:
                 S=routed.logit_size,
                 experts=model.n_experts,
             )
-            name, detail = f"error of log-probabilities in block {block}", f"rank {rank}"
-            compare.between(routed.deviation, 0.0, within.value, name=name, detail=detail, unit="one", kind="rounding")
+            at, kind = f"rank {rank}, block {block}", "rounding"
+            compare.between(
+                routed.deviation, 0.0, within.value, name="error of log-probabilities", detail=at, unit="one", kind=kind
+            )
+            advantage, most = max(0.0, routed.overlooked), 2.0 * within.value
+            compare.between(
+                advantage, 0.0, most, name="advantage of experts that were not chosen", detail=at, unit="one", kind=kind
+            )

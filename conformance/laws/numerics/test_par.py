@@ -86,7 +86,7 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
 @law(
     "PAR-3",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["experts-in-16-bit", "resumed", "16-bit-factor", "skipped-first-step", "compiled-roundings", "large-models"],
+    gaps=["resumed", "16-bit-factor", "skipped-first-step", "compiled-roundings", "large-models"],
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell) -> None:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
-from conformance.oracles.expert_loads import share_load
+from conformance.oracles.expert_routing import share_load
 from conformance.oracles.reference import initial_model
 from conformance.oracles.virtual_ep import ExpertParallelForward, joined_experts
 from conformance.plan.cells import Cell

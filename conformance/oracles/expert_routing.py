@@ -1,11 +1,28 @@
-"""Loads of experts on all data-parallel ranks, which one process computes rank by rank before it computes losses."""
+"""Routing in one process: the experts that a run chose, and their loads on all data-parallel ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from reference_trainer.experts import Router, Routes
 from reference_trainer.model import Transformer
+
+
+def replay_choices(model: Transformer, choices: Sequence[Tensor]) -> None:
+    """Let routers choose these experts in the next forwards, by block; without choices nothing changes.
+
+    Rounding decides between experts that are almost equally probable. `choices` have the shapes of `Routes.experts`.
+    """
+    for mixture, experts in zip(model.mixtures, choices, strict=False):
+        mixture.router.forward = partial(_choosing, mixture.router, experts)  # type: ignore[method-assign]
+
+
+def _choosing(router: Router, experts: Tensor, x: Tensor) -> Routes:
+    probabilities = Router.forward(router, x).probabilities
+    chosen = probabilities.gather(-1, experts)
+    return Routes(experts, chosen / chosen.sum(-1, keepdim=True), probabilities)
 
 
 def share_load(model: Transformer, batches: Sequence[Tensor], prepare: Callable[[int], None]) -> None:
