@@ -143,10 +143,10 @@ def over_ranks(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     to_ranks, from_ranks = sent.sum(1).tolist(), received.sum(1).tolist()
-    arrived = _AllToAll.apply(rows, from_ranks, to_ranks, group)
+    arrived = _AllToAll.apply(rows, from_ranks, to_ranks, group)  # type: ignore[no-untyped-call]
     order = _by_expert(received)
     results = experts(arrived[order], received.sum(0))[order.argsort()]
-    returned: Tensor = _AllToAll.apply(results, to_ranks, from_ranks, group)
+    returned: Tensor = _AllToAll.apply(results, to_ranks, from_ranks, group)  # type: ignore[no-untyped-call]
     return returned
 
 
@@ -177,4 +177,5 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradients of the rows that this rank sent."""
-        return _AllToAll.apply(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
+        returned: Tensor = _AllToAll.apply(grads[0], ctx.sent, ctx.received, ctx.group)  # type: ignore[no-untyped-call]
+        return returned, None, None, None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.oracles.reference import Tensors
-from reference_trainer.experts import MixtureOfExperts, Routes
+from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.model import Transformer
 
 
@@ -46,15 +46,15 @@ class ExpertParallelForward:
         load = torch.stack(counts).sum(0)
         for mixture, routes in zip(mixtures, routed, strict=True):
             mixture.balance(routes, load)
-        ordered = [mixture.rows(*each) for mixture, *each in zip(mixtures, tokens, routed, strict=True)]
-        rows, orders = zip(*ordered, strict=True)
+        routed_tokens = zip(tokens, routed, strict=True)
+        sorted_rows = [mixture.rows(*each) for mixture, each in zip(mixtures, routed_tokens, strict=True)]
+        rows, orders = ([each[index] for each in sorted_rows] for index in range(2))
         results: list[Tensor] = []
         for first in range(0, len(mixtures), self._ep):
             group = slice(first, first + self._ep)
             results += _computed([mixture.experts for mixture in mixtures[group]], rows[group], counts[group])
-        finished: list[tuple[MixtureOfExperts, Tensor, Routes, Tensor, Tensor]]
-        finished = list(zip(mixtures, xs, routed, results, orders, strict=True))
-        return [mixture.combined(*rest) for mixture, *rest in finished]
+        finished = zip(xs, routed, results, orders, strict=True)
+        return [mixture.combined(*each) for mixture, each in zip(mixtures, finished, strict=True)]
 
 
 def _with_own_experts(model: Transformer, *, holder: int, ep: int) -> Transformer:
