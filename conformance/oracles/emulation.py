@@ -202,7 +202,7 @@ def _expert_parallel_gradients(
     flat = [leaf for own in leaves for leaf in own.values()]
     gradients = iter(torch.autograd.grad([loss * scale for loss in losses], flat))
     by_rank = [{name: next(gradients) for name in own} for own in leaves]
-    return float(torch.stack(losses).detach().double().sum()), [by_rank]
+    return sum(float(loss.detach()) for loss in losses), [by_rank]
 
 
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
