@@ -64,7 +64,7 @@ class Experts(nn.Module):
         """Map rows of shape (rows, dim): the first `counts[0]` by the first expert that this rank holds, and so on."""
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
         outputs = []
-        for expert, x in enumerate(rows.split(counts.tolist())):
+        for expert, x in enumerate(torch.split(rows, counts.tolist())):
             hidden = F.silu(F.linear(x, w1[expert])) * F.linear(x, w3[expert])
             outputs.append(F.linear(hidden, w2[expert]))
         return torch.cat(outputs)

@@ -123,7 +123,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = norm(config.dim, eps=config.norm_eps)
         dense = FeedForward(config)
-        self.feed_forward = MixtureOfExperts(config, shared=dense) if config.n_experts else dense
+        self.feed_forward: Any = MixtureOfExperts(config, shared=dense) if config.n_experts else dense
         self.dropout = nn.Dropout(config.dropout)
         self.recompute: Callable[..., Tensor] | None = None
         """Function that calls another, keeps only some of its activations for backward and recomputes the rest."""

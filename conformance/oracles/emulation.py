@@ -190,7 +190,7 @@ def _expert_parallel_gradients(
 ) -> tuple[float, list[list[Tensors]]]:
     """Results as those of `_local_gradients`, of ranks that divide experts, each with the gradients of its experts."""
     forward = ExpertParallelForward(model, ranks=_data_parallel_size(config), ep=config.mesh.ep)
-    leaves = [dict(own.named_parameters()) for own in forward.models]
+    leaves: list[Tensors] = [dict(own.named_parameters()) for own in forward.models]
     for rank, own in enumerate(forward.models):
         replay(own, _micro_batch(config, masks, rank, 0), rounding=rounding)
         _set_grad_dtypes(config, leaves[rank], place=0)

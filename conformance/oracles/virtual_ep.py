@@ -68,13 +68,13 @@ def _with_own_experts(model: Transformer, *, holder: int, ep: int) -> Transforme
 
 def _computed(holders: Sequence[nn.Module], rows: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
     """Results of the rows of each rank of a group, which are sorted by expert; `counts` has their numbers by expert."""
-    chunks = [each.split(numbers.tolist()) for each, numbers in zip(rows, counts, strict=True)]
+    chunks = [torch.split(each, numbers.tolist()) for each, numbers in zip(rows, counts, strict=True)]
     results: list[list[Tensor]] = [[] for _ in rows]
     for holder, held in zip(holders, torch.stack(tuple(counts)).chunk(len(holders), dim=1), strict=True):
         first = len(results[0])
         experts = range(first, first + held.shape[1])
         together = torch.cat([own[expert] for expert in experts for own in chunks])
-        computed = holder(together, held.sum(0)).split(held.T.flatten().tolist())
+        computed = torch.split(holder(together, held.sum(0)), held.T.flatten().tolist())
         for rank, own in enumerate(results):
             own += computed[rank :: len(rows)]
     return [torch.cat(each) for each in results]

@@ -28,7 +28,7 @@ def by_token(network: MixtureOfExperts, x: Tensor) -> Tensor:
     """Return the output for one token, shape (dim,), from the formulas of the papers."""
     probabilities = (network.router.weight @ x).softmax(0)
     chosen = probabilities.argsort(descending=True)[: CONFIG.model.experts_per_token]
-    out = network.shared(x.view(1, 1, -1)).flatten()
+    out: Tensor = network.shared(x.view(1, 1, -1)).flatten()
     for expert in chosen:
         w1, w2, w3 = (weight[expert] for weight in (network.experts.w1, network.experts.w2, network.experts.w3))
         out = out + probabilities[expert] / probabilities[chosen].sum() * (w2 @ (functional.silu(w1 @ x) * (w3 @ x)))
