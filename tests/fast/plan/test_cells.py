@@ -134,7 +134,7 @@ def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     assert {*cells._PREFIXES, *cells._SWITCHES} < {*axis_names()}
     assert axis_choices("accumulation") == (1, 2, 4, 8)
     assert axis_choices("mesh") == axis_choices("clip") == axis_choices("tp") == ()
-    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp"}
+    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep"}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_ids_of_no_cell(text: str) -> None:
 
 def test_facts() -> None:
     facts = Cell(mesh="hsdp2x3-tp4", clip=0).facts()
-    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp"}
-    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4, "pp": 1}
+    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep"}
+    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4, "pp": 1, "ep": 1}
     assert {name: facts[name] for name in derived} == derived
     assert facts["id"] == "hsdp2x3-tp4-fp32-default-meta-noclip"
     assert Cell(mesh="hsdp2x3-tp4").world_size == 24
