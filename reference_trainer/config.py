@@ -415,6 +415,17 @@ def _check_experts(config: TrainerConfig) -> None:
         "mesh.pp=1",
     )
     require(config.implementation == "fsdp2", "model.n_experts with fsdp1: use implementation fsdp2")
+    recomputed = f"mesh.ep {ranks} with activation_checkpointing {config.activation_checkpointing}"
+    require(
+        ranks == 1 or config.activation_checkpointing != "selective",
+        f"{recomputed}: hooks of the experts' FSDP groups would lie inside what is recomputed, which torch 2.13 "
+        "refuses; use activation_checkpointing full",
+    )
+    require(
+        ranks == 1 or config.activation_checkpointing == "none" or not config.forward_prefetch,
+        f"{recomputed} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
+        "experts' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0",
+    )
 
 
 def _check_norms_apart(config: TrainerConfig) -> None:

@@ -85,6 +85,8 @@ def test_ranks_that_divide_experts_compute_what_each_does_alone() -> None:
         ({"accumulation": 2}, "balanced over a whole step"),
         ({"mesh": MeshConfig(tp=2)}, "neither tensor parallelism nor pipelines"),
         ({"mesh": MeshConfig(ep=3)}, "model.n_experts 8 is not divisible by mesh.ep 3"),
+        ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "selective"}, "inside what is recomputed"),
+        ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "full", "forward_prefetch": 1}, "that nothing needs"),
         ({"model": replace(CONFIG.model, arithmetic="integer")}, "no whole numbers"),
         ({"model": replace(CONFIG.model, n_experts=0), "mesh": MeshConfig(ep=2)}, "the model has no experts"),
     ],
