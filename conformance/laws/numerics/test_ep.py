@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from operator import mul
 
 import torch
 
@@ -89,11 +90,9 @@ def test_experts_are_balanced_over_all_ranks(measure: Measure, cell: Cell) -> No
 
 def _imbalance(ranks: tuple[Routing, ...]) -> float:
     """Sum over experts of their share in all choices times their probability, summed over all tokens."""
-    loads, probabilities = (
-        [sum(by_rank) for by_rank in zip(*kind, strict=True)]
-        for kind in ([routed.load for routed in ranks], [routed.probability for routed in ranks])
-    )
-    return math.fsum(load * probability for load, probability in zip(loads, probabilities, strict=True)) / sum(loads)
+    loads = [sum(by_rank) for by_rank in zip(*[routed.load for routed in ranks], strict=True)]
+    probabilities = [sum(by_rank) for by_rank in zip(*[routed.probability for routed in ranks], strict=True)]
+    return math.fsum(map(mul, loads, probabilities)) / sum(loads)
 
 
 @law("EP-4", where="ep > 1", reference=ALL_TO_ALL)
