@@ -75,7 +75,8 @@ def _largest(gradients: list[Tensor], mesh: DeviceMesh | None, *, foreach: bool)
     largest = get_total_norm(not_empty, math.inf, foreach=foreach) if not_empty else shards[0].new_zeros(())
     largest = largest.where(~largest.isnan(), math.inf)
     for dim in range(mesh.ndim if mesh else 0):
-        sharded = any(isinstance(grad, DTensor) and grad.placements[dim].is_shard() for grad in gradients)
+        # Not `is_shard`, which is False for a dimension that two mesh dimensions shard (experts).
+        sharded = any(isinstance(grad, DTensor) and not grad.placements[dim].is_replicate() for grad in gradients)
         if mesh and mesh.size(dim) > 1 and sharded:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return largest

@@ -40,13 +40,20 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     n_kv_heads: int = 2
     """Key/value heads, each shared by `n_heads / n_kv_heads` query heads."""
     ffn_dim: int = 256
-    """Width of the SwiGLU hidden layer."""
+    """Width of the SwiGLU hidden layer, and of that of each expert."""
+    n_experts: int = 0
+    """Experts of each block, of which a router chooses some for each token; one more sees all tokens. 0: none, the
+    feed-forward network is dense."""
+    experts_per_token: int = 2
+    """Experts that are chosen for each token."""
+    balance_weight: float = 0.01
+    """Weight of the loss that lets a router choose all experts equally often."""
     max_seq_len: int = 256
     """Length of the RoPE table."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     bias: bool = False
-    """Biases in the linear layers of the blocks."""
+    """Biases in the linear layers of the blocks; routed experts and routers have none."""
     tied_embeddings: bool = False
     """The output layer uses the embedding's weight."""
     dropout: float = 0.0
@@ -68,6 +75,11 @@ class ModelConfig(Config, frozen=True, kw_only=True):
         require_each(self, "model.", "rope_theta norm_eps", positive, "positive and finite")
         require_each(self, "model.", "init_std bias_std norm_std", not_negative, "finite and not negative")
         require_each(self, "model.", "dropout", fraction, "at least 0 and below 1")
+        require_each(self, "model.", "n_experts balance_weight", not_negative, "finite and not negative")
+        require(
+            not self.n_experts or 1 <= self.experts_per_token <= self.n_experts,
+            f"model.experts_per_token is {self.experts_per_token}, must be from 1 to n_experts {self.n_experts}",
+        )
         require(self.dim % self.n_heads == 0, f"model.dim {self.dim} is not divisible by n_heads {self.n_heads}")
         require(self.head_dim % 2 == 0, f"head dimension {self.head_dim} (dim / n_heads) must be even for RoPE")
         require(
@@ -92,9 +104,12 @@ class MeshConfig(Config, frozen=True, kw_only=True):
     """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x tp)."""
     tp: int = 1
     """Tensor-parallel ranks."""
+    ep: int = 1
+    """Consecutive ranks of dp_shard over which experts are divided; each of them shards its experts over the dp_shard /
+    ep ranks that have the same ones."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp_replicate", "dp_shard", "tp"):
+        for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep"):
             degree = getattr(self, name)
             require(degree == "auto" or degree >= 1, f"mesh.{name} is {degree}, must be at least 1")
 
@@ -367,9 +382,50 @@ def _check_compatibility(config: TrainerConfig) -> None:
         config.init == "checkpoint" or config.checkpoint_reader == "each-rank",
         f"checkpoint_reader {config.checkpoint_reader} has no effect with init {config.init}: set init=checkpoint",
     )
+    _check_experts(config)
     _check_norms_apart(config)
     _check_numerics(config)
     _check_implementation(config)
+
+
+def _check_experts(config: TrainerConfig) -> None:
+    experts, ranks = config.model.n_experts, config.mesh.ep
+    if not experts:
+        require(ranks == 1, f"mesh.ep is {ranks}, but the model has no experts: set model.n_experts, or mesh.ep=1")
+        return
+    require(experts % ranks == 0, f"model.n_experts {experts} is not divisible by mesh.ep {ranks}")
+    require(
+        config.compile == "none",
+        f"model.n_experts with compile {config.compile}: the number of tokens of each expert is known to the data "
+        "alone, which breaks the graph of a block; use compile none",
+    )
+    require(
+        config.model.arithmetic == "float",
+        f"model.n_experts with model.arithmetic {config.model.arithmetic}: probabilities of experts are no whole "
+        "numbers; use arithmetic float",
+    )
+    require(
+        config.accumulation == 1,
+        f"model.n_experts with accumulation {config.accumulation}: experts are balanced over a whole step, of which a "
+        "micro-batch sees only some tokens; use accumulation 1",
+    )
+    require(
+        config.mesh.tp == 1 and config.mesh.pp == 1,
+        "model.n_experts: the trainer applies neither tensor parallelism nor pipelines to experts; set mesh.tp=1 and "
+        "mesh.pp=1",
+    )
+    require(config.implementation == "fsdp2", "model.n_experts with fsdp1: use implementation fsdp2")
+    recomputed = f"mesh.ep {ranks} with activation_checkpointing {config.activation_checkpointing}"
+    require(
+        ranks == 1 or config.activation_checkpointing != "selective",
+        f"{recomputed}: hooks of the experts' FSDP groups would lie inside what is recomputed, which torch 2.13 "
+        "refuses; use activation_checkpointing full",
+    )
+    require(
+        ranks == 1 or config.activation_checkpointing == "none" or not config.forward_prefetch,
+        f"{recomputed} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
+        "experts' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0",
+    )
 
 
 def _check_norms_apart(config: TrainerConfig) -> None:

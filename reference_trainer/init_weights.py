@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from reference_trainer.experts import Experts, Router
 from reference_trainer.model import Transformer, rope_table
 
 
@@ -33,7 +34,7 @@ def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *
     owner, _, name = full_name.rpartition(".")
     module, config = model.get_submodule(owner), model.config
     match module, name, config.arithmetic:
-        case nn.Embedding() | nn.Linear(), "weight", "float":
+        case nn.Embedding() | nn.Linear() | Router() | Experts(), "weight" | "w1" | "w2" | "w3", "float":
             return normal(shape, name=full_name, seed=seed).mul_(config.init_std)
         case nn.Linear(), "bias", "float":
             return normal(shape, name=full_name, seed=seed).mul_(config.bias_std)

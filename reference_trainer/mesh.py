@@ -120,10 +120,17 @@ def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
+def build_expert_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    """Build the mesh of experts, a collective call: the same ranks as in the mesh of all other parameters."""
+    shape = dims.expert_mesh_shape()
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the one- or (HSDP) two-dimensional submesh over which `fully_shard` works."""
+    """Return the one- or (HSDP) two-dimensional submesh over which `fully_shard` works, of either mesh."""
     names = mesh.mesh_dim_names or ()
-    return mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
+    shard = "expert_shard" if "expert_shard" in names else "dp_shard"
+    return mesh["dp_replicate", shard] if "dp_replicate" in names else mesh[shard]
 
 
 def dp_rank(mesh: DeviceMesh) -> int:

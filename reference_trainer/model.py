@@ -7,7 +7,7 @@ arXiv:2305.13245.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from reference_trainer import integer_model
 from reference_trainer.config import ModelConfig
+from reference_trainer.experts import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def rope_table(config: ModelConfig, *, device: torch.device | str | None = None) -> Tensor:
@@ -118,7 +122,8 @@ class Block(nn.Module):
         self.attention_norm = norm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = norm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        dense = FeedForward(config)
+        self.feed_forward: Any = MixtureOfExperts(config, shared=dense) if config.n_experts else dense
         self.dropout = nn.Dropout(config.dropout)
         self.recompute: Callable[..., Tensor] | None = None
         """Function that calls another, keeps only some of its activations for backward and recomputes the rest."""
@@ -168,6 +173,8 @@ class Transformer(nn.Module):
         self.norm = norm(config.dim, eps=config.norm_eps) if self.is_last else absent
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else absent
         self.tie_weights()
+        self.expert_mesh: DeviceMesh | None = None
+        """Mesh over which experts are divided, if they are."""
         # In a tuple, which registers no modules: those of the stages are this model's own.
         self.stages = tuple(Stage(self, stage) for stage in stages or ())
         # Not persistent: recomputed, never loaded. Whoever materialises the model must fill it (see init_weights).
@@ -189,6 +196,16 @@ class Transformer(nn.Module):
         """Embedding, norm and output by name, if this rank holds them."""
         ends = {"tok_embeddings": self.tok_embeddings, "norm": self.norm, "output": self.output}
         return {name: module for name, module in ends.items() if not isinstance(module, nn.Identity)}
+
+    @property
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Feed-forward networks of experts, of all blocks that are held."""
+        networks = [block.feed_forward for block in self.blocks.values()]
+        return [network for network in networks if isinstance(network, MixtureOfExperts)]
+
+    def balance_loss(self) -> Tensor | float:
+        """Return the balance loss of the last forward, summed over its tokens and all blocks: 0 without experts."""
+        return sum(mixture.balance_loss for mixture in self.mixtures if mixture.balance_loss is not None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 of shape (batch, seq_len), to logits (batch, seq_len, vocab_size) in the compute dtype."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from reference_trainer.checks import require
 from reference_trainer.config import MeshConfig, TrainerConfig
+from reference_trainer.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class ParallelDims:
     dp_shard: int
     tp: int
     pp: int = 1
+    ep: int = 1
+    """Ranks of `dp_shard` over which experts are divided."""
 
     @property
     def world_size(self) -> int:
@@ -35,17 +38,26 @@ class ParallelDims:
         degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         return {name: degree for name, degree in degrees.items() if degree > 1 or name == "dp_shard"}
 
+    def expert_mesh_shape(self) -> dict[str, int]:
+        """Return name and size of each dimension of the mesh of experts, outermost first."""
+        shape = {"dp_replicate": self.dp_replicate, "expert_shard": self.dp_shard // self.ep, "ep": self.ep}
+        return {name: size for name, size in shape.items() if size > 1 or name != "dp_replicate"}
+
 
 def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
     """Fit the configured degrees to the number of processes. Raises UsageError where they do not fit."""
     others = mesh.pp * mesh.dp_replicate * mesh.tp
     dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
-    dims = ParallelDims(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
+    dims = ParallelDims(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp, ep=mesh.ep)
     pipeline = f"pp {dims.pp} x " if dims.pp > 1 else ""
     require(
         dims.world_size == world_size,
         f"mesh {pipeline}dp_replicate {dims.dp_replicate} x dp_shard {mesh.dp_shard} x tp {dims.tp} does not fit the "
         f"number of processes, {world_size}: start {dims.world_size} processes, or change mesh.dp_shard, mesh.tp",
+    )
+    require(
+        dp_shard % mesh.ep == 0,
+        f"mesh.dp_shard {dp_shard} is not divisible by mesh.ep {mesh.ep}, which divides experts among its ranks",
     )
     return dims
 
@@ -60,6 +72,11 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         data.global_batch_size % (dims.dp * config.accumulation) == 0,
         f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
         f"= {dims.dp} x {config.accumulation}",
+    )
+    require(
+        not (1 < dims.ep == dims.dp_shard and PRECISIONS[config.precision].reduce == "float16"),
+        f"precision {config.precision} with mesh.ep {dims.ep}, all of dp_shard: torch divides fp16 gradients of a "
+        "group of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or fp16-mp",
     )
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,

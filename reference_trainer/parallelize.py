@@ -25,9 +25,12 @@ from torch.utils.checkpoint import (
 )
 
 from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
-from reference_trainer.mesh import fsdp_mesh
+from reference_trainer.experts import MixtureOfExperts, over_ranks
+from reference_trainer.loss import sum_over_dp
+from reference_trainer.mesh import build_expert_mesh, fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.precision import PRECISIONS
 from reference_trainer.reshard import ReshardPolicy, apply_prefetch
 
@@ -58,6 +61,10 @@ def parallelize(
         if ends:
             apply_tp_to_ends(model, tp_mesh, config)
 
+    for block in chosen.values():
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            apply_ep(block.feed_forward, mesh, _expert_mesh(model, mesh, config))
+
     # 2. Activation checkpointing marks what is recomputed in backward.
     if config.activation_checkpointing != "none":
         for block in chosen.values():
@@ -74,6 +81,9 @@ def parallelize(
     fsdp = _fsdp_options(config, mesh)
     norms_apart = PRECISIONS[config.precision].norms_apart
     for name, block in chosen.items():
+        if model.expert_mesh is not None:
+            experts = f"{name}.feed_forward.experts"
+            apply_fsdp_to_experts(model.get_submodule(experts), policy.of(experts), fsdp, model.expert_mesh)
         apply_fsdp_to_block(block, name, policy, fsdp, norms_apart=norms_apart)
     if ends:
         apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart, together=has_group_around_blocks(config))
@@ -167,6 +177,25 @@ def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleI
     return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
 
 
+def _expert_mesh(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> DeviceMesh | None:
+    """Return the mesh of experts, which is built for the first block; None if each rank holds all experts."""
+    if config.mesh.ep > 1 and model.expert_mesh is None:
+        dims = resolve_mesh(config.mesh, world_size=mesh.size())
+        model.expert_mesh = build_expert_mesh(dims, torch.device(mesh.device_type))
+    return model.expert_mesh
+
+
+def apply_ep(mixture: MixtureOfExperts, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
+    """Balance experts over the tokens of all ranks, and divide them among ranks if there is a mesh for it."""
+    mixture.sum_over_ranks = partial(sum_over_dp, mesh=mesh)
+    if expert_mesh is None:
+        return
+    ep = expert_mesh["ep"]
+    for name, parameter in mixture.experts.named_parameters():
+        mixture.experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, ep, [Shard(0)])))
+    mixture.dispatch = partial(over_ranks, group=ep.get_group())
+
+
 def apply_ac(block: Block, *, mode: Literal["full", "selective"]) -> None:
     """Let a block keep only its input for backward and, if `selective`, activations that are expensive to recompute."""
     block.recompute = partial(checkpoint, use_reentrant=False)
@@ -215,6 +244,22 @@ def apply_fsdp_to_block(
         fully_shard(block.attention_norm, reshard_after_forward=policy.of(f"{name}.attention_norm"), **options)
         fully_shard(block.ffn_norm, reshard_after_forward=policy.of(f"{name}.ffn_norm"), **options)
     fully_shard(block, reshard_after_forward=policy.of(name), **options)
+
+
+def apply_fsdp_to_experts(
+    experts: nn.Module, reshard_after_forward: bool | int, options: dict[str, Any], mesh: DeviceMesh
+) -> None:
+    """Shard a rank's experts over the ranks that have the same ones, as an FSDP group inside of that of the block.
+
+    The gradient of an expert has the tokens of all ranks that send it some: FSDP would divide it by the ranks that
+    share it, and not, as all others, by those that see different data.
+    """
+    fully_shard(experts, reshard_after_forward=reshard_after_forward, **options | {"mesh": fsdp_mesh(mesh)})
+    group = cast("FSDPModule", experts)
+    group.set_gradient_divide_factor(float(mesh.size()))
+    # gloo has no reduction that multiplies first. A group of one shard must not be told so: it would divide twice
+    # (findings/divide_factor_of_one_shard.py).
+    group.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
 
 
 def apply_fsdp_to_ends(

@@ -31,13 +31,15 @@ _USABLE = 0.9
 def group_names(config: TrainerConfig) -> list[str]:
     """Return the names of the groups, each that of a module, in the order in which forward enters them.
 
-    Each norm is a separate group if the precision takes norms apart. An embedding without a group is in that of the
+    Each norm is a separate group if the precision takes norms apart, and so are the experts of a block if they are
+    divided among ranks. An embedding without a group is in that of the
     output, the last one here.
     """
     apart = PRECISIONS[config.precision].norms_apart
     blocks = [f"layers.{index}" for index in range(config.model.n_layers)]
     norms = ("attention_norm", "ffn_norm") if apart else ()
-    names = [name for block in blocks for name in (block, *(f"{block}.{norm}" for norm in norms))]
+    inside = [*norms, *(["feed_forward.experts"] if config.mesh.ep > 1 else [])]
+    names = [name for block in blocks for name in (block, *(f"{block}.{group}" for group in inside))]
     first = [] if has_group_around_blocks(config) else ["tok_embeddings"]
     return [*first, *names, *(["norm"] if apart else []), "output"]
 

@@ -1,7 +1,7 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
-parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
+Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision,
+reshard, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
 __main__.
 """
 
@@ -143,6 +143,8 @@ class Trainer:
             self.observer.phase("forward", step=step)
             logits = self.model(inputs.to(self.device))
             loss_sum = self._summed_loss(logits, labels.to(self.device))
+            if self.config.model.n_experts:
+                loss_sum = loss_sum + self.model.balance_loss()
             self.observer.phase("backward", step=step)
             torch.autograd.backward(self._start_of_backward(loss_sum, valid_tokens=valid_tokens))
         return full_loss(loss_sum.detach())

@@ -17,16 +17,30 @@ from conformance.run.record import Record
 
 @lru_cache(maxsize=8)
 def recorded_masks(record: Record) -> Masks | None:
-    """Return the masks of a run's forward passes; None without dropout.
+    """Return the masks of a run's forward passes and the choices of its routers; None if it has neither.
 
     Raises Unsupported if masks are not seen, and ConformanceFailure if ranks that hold the same activations drop
     different elements.
     """
+    experts = record.config.model.n_experts
+    choices = {step: _choices_of_step(record, step) for step in record.steps} if experts else {}
     if not record.cell.dropout:
-        return None
+        return Masks({}, choices) if choices else None
     if not are_masks_seen(record):
         raise Unsupported("masks of dropout are not seen where inductor compiles")
-    return Masks({step: _masks_of_step(record, step) for step in record.steps})
+    return Masks({step: _masks_of_step(record, step) for step in record.steps}, choices)
+
+
+def _choices_of_step(record: Record, step: int) -> list[Tensor]:
+    """Return the experts that the router of each block chose for the tokens of the global batch."""
+    mesh = Mesh.parse(record.cell.mesh)
+    by_coordinate = {
+        facts.mesh_coordinate.get("dp_replicate", 0) * mesh.dp_shard + facts.mesh_coordinate["dp_shard"]: facts.rank
+        for facts in record.ranks
+    }
+    chosen = [record.shards_below(f"step{step}/experts/", rank=rank) for _, rank in sorted(by_coordinate.items())]
+    blocks = range(record.config.model.n_layers)
+    return [torch.cat([experts[str(block)] for experts in chosen]) for block in blocks]
 
 
 def are_masks_seen(record: Record) -> bool:

@@ -31,7 +31,7 @@ from conformance.torch_coverage.keeping import read_kept
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
 _ABOUT = {
-    "PAR, AMP": "a parallel run computes what one process computes (fp32), or its emulation (bf16, fp16)",
+    "PAR, EP, AMP": "a parallel run computes what one process computes (fp32), or its emulation (bf16, fp16)",
     "MP": "dtypes of parameters, computation, communication, gradients and optimizer state are those asked for",
     "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
     "RS, PP, AC, MEM": "collectives and recomputation follow the schedule, memory the model, in each reshard mode",

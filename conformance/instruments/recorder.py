@@ -18,6 +18,7 @@ from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
+from conformance.instruments.expert_choices import ExpertChoices
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
 from conformance.instruments.fsdp_state import backward_prefetch_of, offloading_of
 from conformance.instruments.operators import Operands, OperatorCount
@@ -60,6 +61,7 @@ class Recorder(Observer):
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._operands, self._compilation = OperatorCount(), Operands(), Compilation()
         self._capture, self._model_inputs, self._dropout = Capture(), ModelInputs(), DropoutMasks()
+        self._choices = ExpertChoices()
         self._pipeline = PipelineLog(self._collectives.count)
         self._events, self._times, self._profile = Events(), StepTimes(), StepProfile(profiled_step)
         self._instruments: tuple[Observer, ...] = (
@@ -87,7 +89,8 @@ class Recorder(Observer):
                 count_collectives=self._collectives.count,
             )
             self._instruments += (self.taps,)
-        self._instruments += (self._dropout,)  # last: it waits for the device when a step is over for all others
+        # Last: these wait for the device when a step is over for all others.
+        self._instruments += (self._choices, self._dropout)
         listeners = [
             self._collectives.listen,
             self._dtypes.listen,
@@ -219,7 +222,7 @@ class Recorder(Observer):
             transfers=self._pipeline.transfers,
             streams=self._streams.facts() if self._streams else None,
         )
-        return facts, self._capture.tensors | self._dropout.tensors
+        return facts, self._capture.tensors | self._dropout.tensors | self._choices.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # The work of instruments does not belong to the run, and autograd need not know of it. FSDP1's parameters are

@@ -18,7 +18,7 @@ def is_sharded_by_fsdp(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names
-    return names is None or "dp_shard" in names
+    return names is None or not {"dp_shard", "expert_shard"}.isdisjoint(names)
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -119,17 +119,18 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
 
 
 def _without_tensor_parallelism(config: TrainerConfig) -> TrainerConfig:
-    return replace(config, mesh=replace(config.mesh, tp=1), loss_parallel=False)
+    return replace(config, mesh=replace(config.mesh, tp=1, ep=1), loss_parallel=False)
 
 
 def _within_one_micro_batch(config: TrainerConfig) -> Bound:
     """Return the relative deviation of a tensor of a micro-batch, from the emulation without tensor parallelism.
 
-    Without tensor parallelism the kernels and their operands are the same, so that no bit may differ. Otherwise run and
+    Without tensor parallelism, and with all experts on each rank, the kernels and their operands are the same, so that
+    no bit may differ. Otherwise run and
     emulation are independent computations in the dtype of computation, each of whose tensors has passed a part of the
     stages of a gradient, see `tolerance.fp32_gradients`.
     """
-    if config.mesh.tp == 1 and config.compile != "inductor" and not config.tf32:
+    if config.mesh.tp == config.mesh.ep == 1 and config.compile != "inductor" and not config.tf32:
         return EXACT
     if dtype_policy(config.precision).compute == "float32":
         return tolerance.both(tolerance.fp32_gradients(config))

@@ -8,12 +8,12 @@ before they are combined; but see `VersionTraits.norms_reduced_one_by_one`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Event
+from conformance.oracles.schedule import Event, subgroup
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -25,25 +25,28 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a
     separate mesh, and come second, unless the first parameter is one, in a stage that does not begin with the
     embedding. In a pipeline each rank then gathers the norms of all stages. Norms of one mesh are stacked in the
-    largest of their gradients' dtypes, which is that of RMSNorms where these are among them.
+    largest of their gradients' dtypes, which is that of RMSNorms where these are among them. Experts that are divided
+    among ranks are on a mesh of theirs, which comes second.
     """
     names, policy = list(parameters), dtype_policy(config.precision)
     outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
+    experts = [name for name in names if ".experts." in name] if dims.ep > 1 else []
     dtype = policy.sharded if outside_tp else policy.sharded_norms
-    inside = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
-    outside = _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
+    shards, tp = ("dp_shard", dims.dp_shard), ("tp", dims.tp)
+    inside = _norm(len(names) - len(outside_tp) - len(experts), (shards, tp), config, dtype)
+    outside = _norm(len(outside_tp), (shards,), config, policy.sharded_norms) if outside_tp else []
+    expert_groups = [(subgroup(ranks, dims), ranks) for ranks in (dims.dp_shard // dims.ep, dims.ep)]
+    outside += _norm(len(experts), expert_groups, config, policy.sharded) if experts else []
     stage_norms = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
     return (outside + inside if names[0] in outside_tp else inside + outside) + stage_norms
 
 
-def _norm(
-    parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims, dtype: str
-) -> list[Event]:
+def _norm(parameters: int, groups: Sequence[tuple[str, int]], config: TrainerConfig, dtype: str) -> list[Event]:
+    """Reductions of a norm over groups, each a name and a number of ranks, one after the other."""
     largest = config.optimizer.norm_order == math.inf
     traits = traits_of(str(torch.__version__))
     one_by_one = not largest and traits.norms_reduced_one_by_one
     numel, op = parameters if one_by_one else 1, "MAX" if largest else "SUM"
-    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
     alone = ("dp_shard",) if traits.one_rank_reduces and not largest else ()
-    reduced = (group for group in groups if sizes[group] > 1 or group in alone)
+    reduced = (group for group, ranks in groups if ranks > 1 or group in alone)
     return [Event("clip", "all_reduce", group, numel, dtype, op) for group in reduced]

@@ -1,7 +1,7 @@
 """Dropout with given masks (arXiv:1207.0580), rescaled to keep the mean: kept elements are divided by 1 - p."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,14 +17,16 @@ Rounding = Literal["processor", "traced", "device"]
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """Masks of a run; two objects are never equal, so that caches may tell runs apart."""
+    """Random and rounded decisions of a run; two objects are never equal, so that caches may tell runs apart."""
 
     by_step: Mapping[int, Sequence[Tensor]]
     """Masks of the global batch in the order of the forward pass: bool, (samples, seq_len, dim), True if kept."""
+    choices: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """Experts that routers chose for the tokens of the global batch, by step and block."""
 
     def of(self, step: int) -> Sequence[Tensor]:
-        """Return the masks of a step."""
-        return self.by_step[step]
+        """Return the masks of a step; none without dropout."""
+        return self.by_step.get(step, ())
 
 
 class _NativeDropout(torch.autograd.Function):

@@ -90,7 +90,10 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
         "loss": FP32,
         **{f"{kind}/{phase}": policy.compute for kind in ("matmul", "attention") for phase in ("forward", "backward")},
     }
-    return {thing: [dtype] for thing, dtype in dtype_of.items()}
+    expected = {thing: [dtype] for thing, dtype in dtype_of.items()}
+    if config.model.n_experts:  # routers multiply in fp32
+        expected |= {f"matmul/{phase}": sorted({policy.compute, FP32}) for phase in ("forward", "backward")}
+    return expected
 
 
 def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:

@@ -25,10 +25,12 @@ from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
+from conformance.oracles.expert_routing import share_load
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
 from conformance.oracles.torch_versions import traits_of
+from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
@@ -114,11 +116,20 @@ def _emulated(
     ring = ring_of(kernels)
     forward = _tensor_parallel(config, model, ring)
     loss_of = _loss_function(config, forward or model, ring)
+    if config.model.n_experts:
+        loss_of = _with_balance(loss_of, model)
     leaves = _leaves(model, forward)
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
     observed = partial(observe, model)
-    loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale)
+    if config.mesh.ep > 1:
+        loss, gradients = _expert_parallel_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
+    else:
+        if config.model.n_experts:
+            _share_load(config, model, batch, masks, drop)
+        loss, gradients = _local_gradients(
+            config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale
+        )
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
@@ -155,10 +166,7 @@ def _local_gradients(
     """
     loss, gradients = 0.0, []
     for place, index in enumerate(backward_order(config)):
-        if _has_gradients_of_own_dtypes(config):
-            for name, leaf in parameters.items():
-                if not _is_compiled(name, config):
-                    leaf.grad_dtype = _grad_dtype(config, place)
+        _set_grad_dtypes(config, parameters, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
             drop(_micro_batch(config, masks, rank, index))
@@ -171,11 +179,45 @@ def _local_gradients(
     return loss, gradients
 
 
+def _expert_parallel_gradients(
+    config: TrainerConfig,
+    model: Transformer,
+    batch: Batch,
+    masks: Sequence[Tensor],
+    rounding: Rounding,
+    *,
+    scale: float,
+) -> tuple[float, list[list[Tensors]]]:
+    """Results as those of `_local_gradients`, of ranks that divide experts, each with the gradients of its experts."""
+    forward = ExpertParallelForward(model, ranks=_data_parallel_size(config), ep=config.mesh.ep)
+    leaves: list[Tensors] = [dict(own.named_parameters()) for own in forward.models]
+    for rank, own in enumerate(forward.models):
+        replay(own, _micro_batch(config, masks, rank, 0), rounding=rounding)
+        _set_grad_dtypes(config, leaves[rank], place=0)
+    inputs, labels = ([_micro_batch(config, [each], rank, 0)[0] for rank in range(len(leaves))] for each in batch)
+    losses = [
+        _cross_entropy(logits, targets) + own.balance_loss()
+        for logits, targets, own in zip(forward(inputs), labels, forward.models, strict=True)
+    ]
+    flat = [leaf for own in leaves for leaf in own.values()]
+    gradients = iter(torch.autograd.grad([loss * scale for loss in losses], flat))
+    by_rank = [{name: next(gradients) for name in own} for own in leaves]
+    return sum(float(loss.detach()) for loss in losses), [by_rank]
+
+
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
     """Return whether gradients keep the dtype of computation; autograd casts those of FSDP1 back in every version."""
     policy = dtype_policy(config.precision)
     keeps = traits_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
     return keeps and policy.reduce != policy.compute
+
+
+def _set_grad_dtypes(config: TrainerConfig, parameters: Tensors, place: int) -> None:
+    """Let gradients of a micro-batch have the dtypes that those of a run have."""
+    if _has_gradients_of_own_dtypes(config):
+        for name, leaf in parameters.items():
+            if not _is_compiled(name, config):
+                leaf.grad_dtype = _grad_dtype(config, place)
 
 
 def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
@@ -240,9 +282,32 @@ def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], r
             return F.nll_loss(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
         if tp > 1 and config.loss_parallel:
             return vocabulary_parallel_loss(logits, labels, tp=tp, ring=ring)
-        return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
+        return _cross_entropy(logits, labels)
 
     return loss_of
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy summed over valid labels, of logits of any floating dtype."""
+    flat = logits.float().flatten(0, -2)
+    return F.cross_entropy(flat, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+def _with_balance(loss_of: Callable[[Batch], Tensor], model: Transformer) -> Callable[[Batch], Tensor]:
+    """Loss of a micro-batch with that of the balance of its experts."""
+    return lambda batch: loss_of(batch) + model.balance_loss()
+
+
+def _share_load(
+    config: TrainerConfig,
+    model: Transformer,
+    batch: Batch,
+    masks: Sequence[Tensor],
+    drop: Callable[[Sequence[Tensor]], None],
+) -> None:
+    """Let the experts of each rank balance the tokens of all ranks, of the only micro-batch."""
+    tokens = [_micro_batch(config, batch, rank, 0)[0] for rank in range(_data_parallel_size(config))]
+    share_load(model, tokens, lambda rank: drop(_micro_batch(config, masks, rank, 0)))
 
 
 def _backward(
@@ -297,6 +362,19 @@ def _summed_over_copies(gradients: Tensors, copied: Collection[str], ring: Ring)
 
 
 def _reductions(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> list[Tensors]:
+    """Means over all ranks; experts that are divided among ranks are reduced over those that have the same ones."""
+    ep = config.mesh.ep
+    if ep == 1:
+        return _reduced(config, rounds)
+    others = [
+        [{name: grad for name, grad in own.items() if not is_of_experts(name)} for own in ranks] for ranks in rounds
+    ]
+    experts = [joined_experts(ranks, ep=ep) for ranks in rounds]
+    pairs = zip(_reduced(config, others), _reduced(config, experts), strict=True)
+    return [dense | routed for dense, routed in pairs]
+
+
+def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> list[Tensors]:
     """Means over all ranks, from the inputs of each reduce-scatter by round and rank; they are yet to be added up."""
     before, between, after = _divisors(config)
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]

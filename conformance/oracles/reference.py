@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
+from conformance.oracles.expert_routing import replay_choices
 from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
@@ -63,7 +64,7 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Dropout replays `masks`; raises ValueError if they are missing.
+    Dropout replays `masks`, and routers the choices with them; raises ValueError if masks are missing.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -78,7 +79,8 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks |
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     """Return the negative log-likelihood summed over the valid labels of a batch: a scalar, in fp32 or fp64.
 
-    Logits below fp32 are raised to fp32 first. The integer model's loss is minus the labels' logits.
+    Logits below fp32 are raised to fp32 first. The integer model's loss is minus the labels' logits. Experts add their
+    balance loss, of all tokens of the batch.
     """
     inputs, labels = batch
     logits: Tensor = model(inputs)
@@ -86,7 +88,8 @@ def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     valid = labels != IGNORED_LABEL
     label_logits = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
-    return ((normalisation - label_logits) * valid).sum()
+    likelihood = ((normalisation - label_logits) * valid).sum()
+    return likelihood + model.balance_loss() if model.config.n_experts else likelihood
 
 
 def _train(
@@ -105,6 +108,7 @@ def _train(
     for step in range(config.steps):
         batch = batches.global_batch(step)
         replay(model, masks.of(step) if masks else ())
+        replay_choices(model, masks.choices.get(step, ()) if masks else ())
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
         run.losses.append(loss)
         run.gradients.append(grads)

@@ -23,7 +23,7 @@ from reference_trainer.parallel_dims import ParallelDims
 
 Shapes = Mapping[str, Sequence[int]]
 """Shapes that FSDP shards, by parameter."""
-_EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
+_EMBEDDING, _NORM, _OUTPUT, _EXPERTS = "tok_embeddings", "norm", "output", "feed_forward.experts"
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -64,11 +64,13 @@ def groups(config: TrainerConfig) -> tuple[Group, ...]:
     """Return the groups in forward order: the embedding, each block, norm and output together.
 
     Masters of two dtypes (`bf16-mixed`) put each norm into a separate group. A tied weight, or `grouping` blocks, makes
-    a single group of embedding, norm and output, which runs from the first to the last module.
+    a single group of embedding, norm and output, which runs from the first to the last module. Experts that are divided
+    among ranks are a group inside of their block's.
     """
     norms = ("attention_norm", "ffn_norm") if _norms_are_groups(config) else ()
     blocks = [f"layers.{i}" for i in range(config.model.n_layers)]
-    middle = tuple(Group(block, tuple(Group(f"{block}.{norm}") for norm in norms)) for block in blocks)
+    inside = (*norms, _EXPERTS) if config.mesh.ep > 1 else norms
+    middle = tuple(Group(block, tuple(Group(f"{block}.{group}") for group in inside)) for block in blocks)
     if norms:
         middle += (Group(_NORM),)
     if spans_model(config):
@@ -85,7 +87,7 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     """Return the name of the group that a parameter belongs to."""
     module = parameter.rpartition(".")[0]
     if module.startswith("layers."):
-        is_group = _norms_are_groups(config) and module.endswith("_norm")
+        is_group = (_norms_are_groups(config) and module.endswith("_norm")) or _is_of_experts(module, config)
         return module if is_group else ".".join(module.split(".")[:2])
     if (module == _EMBEDDING and not spans_model(config)) or (module == _NORM and _norms_are_groups(config)):
         return module
@@ -136,13 +138,25 @@ def chunk_size(size: int, ranks: int, rank: int) -> int:
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 
-    Dimension 0 is cut into equal chunks, rounded up: a shard is padded.
+    Dimension 0 is cut into equal chunks, rounded up: a shard is padded. Experts are divided first, and then sharded
+    over the ranks that have the same ones.
     """
     numels: dict[str, int] = {}
     for parameter, (rows, *rest) in shapes.items():
         group = group_of(parameter, config)
-        numels[group] = numels.get(group, 0) + -(-rows // shards) * prod(rest)
+        ranks = config.mesh.ep if _is_of_experts(group, config) else 1
+        numels[group] = numels.get(group, 0) + -(-(rows // ranks) // (shards // ranks)) * prod(rest)
     return numels
+
+
+def subgroup(ranks: int, dims: ParallelDims) -> str:
+    """Return the name of a group of so many ranks of `dp_shard`, as `instruments.facts.Collective` has it."""
+    return "dp_shard" if ranks == dims.dp_shard else f"dp_shard/{ranks}"
+
+
+def _is_of_experts(module: str, config: TrainerConfig) -> bool:
+    """Return whether a module has experts that are divided among ranks."""
+    return config.mesh.ep > 1 and module.endswith(_EXPERTS)
 
 
 def kept_after_forward(group: str, config: TrainerConfig) -> bool:
@@ -308,6 +322,9 @@ class _Schedule:
     def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
+        if kind != "all_reduce" and _is_of_experts(group, self._config):
+            ranks //= self._dims.ep
+            over = subgroup(ranks, self._dims)
         traits = self._traits
         alone = {"all_gather": traits.one_rank_gathers, "reduce_scatter": traits.one_rank_reduces, "all_reduce": False}
         if ranks == 1 and not alone[kind]:

@@ -37,6 +37,8 @@ def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
     """Return the sum of sqrt(n) over the reductions, of length n each, that a token passes on its way to the loss."""
     attention = 3 * sqrt(model.dim) + sqrt(model.head_dim) + sqrt(seq_len)  # norm, q/k/v, output; scores; values
     feed_forward = 2 * sqrt(model.dim) + sqrt(model.ffn_dim)  # norm, up and gate; down
+    if model.n_experts:
+        feed_forward += sqrt(model.dim) + sqrt(model.n_experts) + sqrt(model.experts_per_token)  # router; softmax; sum
     head = 2 * sqrt(model.dim) + sqrt(model.vocab_size)  # norm, output; softmax
     return model.n_layers * (attention + feed_forward) + head
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.loss_scale import unscale_events
@@ -67,6 +69,7 @@ def step_events(
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
+        *_load_events(config, dims),
         *_fsdp_events(config, dims, numels, pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
         *unscale_events(config, dims),
@@ -120,6 +123,14 @@ def sent_bytes(kind: str, input_bytes: int, *, ranks: int) -> int:
             return -(-2 * one_way // ranks)
         case _:
             raise ValueError(f"collective {kind}: only all_gather, reduce_scatter and all_reduce are modelled")
+
+
+def _load_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+    """Sums of the numbers of tokens by expert over all data, in each block's forward and where it is recomputed."""
+    phases = ("forward", "backward") if config.activation_checkpointing != "none" else ("forward",)
+    mixtures = config.model.n_layers if config.model.n_experts else 0
+    one = [each for phase in phases for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))]
+    return mixtures * [msgspec.structs.replace(each, numel=config.model.n_experts) for each in one]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

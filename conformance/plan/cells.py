@@ -73,14 +73,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `safetensors`: the trainer's. `hf`: Hugging Face's Llama, in several files. `dcp`: torch.distributed.checkpoint.
     `rank0`: the trainer's, read by rank 0 alone and broadcast."""
-    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "cut", "deep", "half", "wide", "large"] = "tiny"
+    model: Literal[
+        "tiny", "even", "uneven", "uneven-tp", "integer", "cut", "deep", "half", "wide", "large", "experts"
+    ] = "tiny"
     """Name of the workload.
 
     `tiny`: the usual one. `even`: all sizes divide evenly. `uneven`, `uneven-tp`: shards differ in size over data-
     parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `cut`: has enough
     layers for a pipeline, of which its stages do not have equally many. `deep`: so many layers that one layer or one
     parameter is small compared with the model. `half`: as deep, with half of the layers. `wide`: can be sharded over
-    1024 ranks. `large`: more tokens, longer rows and larger groups than kernels and collectives take at once."""
+    1024 ranks. `large`: more tokens, longer rows and larger groups than kernels and collectives take at once.
+    `experts`: a router chooses two of eight experts for each token, beside one that sees all."""
     optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
     """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
 
@@ -208,6 +211,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "dp": mesh.dp_replicate * mesh.dp_shard,
             "tp": mesh.tp,
             "pp": mesh.pp,
+            "ep": mesh.ep,
             "features": self.features,
         }
 
@@ -388,6 +392,8 @@ _MODELS = {
     # Rows beyond a kernel's block of 256, groups beyond the megabyte that gloo sends at once, and more layers than any
     # ring of buffers or of prefetched groups is long. Three ranks have unequal shards of every matrix.
     "large": replace(_TINY_MODEL, vocab_size=263, dim=272, n_layers=6, n_heads=8, ffn_dim=340, max_seq_len=256),
+    # A balance loss that is a tenth of the loss, so that its gradient shows.
+    "experts": replace(_TINY_MODEL, n_experts=8, experts_per_token=2, ffn_dim=32, balance_weight=0.1),
 }
 _DATA = DataConfig(seq_len=16, min_valid_fraction=0.25)
 _LARGE_DATA = replace(_DATA, seq_len=256)
@@ -449,7 +455,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     data = {"integer": _INTEGER_DATA, "large": _LARGE_DATA}.get(cell.model, _DATA)
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
-        mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp, ep=mesh.ep),
         pipeline=PipelineConfig(schedule=cell.pipeline),
         data=replace(data, global_batch_size=_global_batch_size(mesh, cell)),
         optimizer=_optimizer(cell),
@@ -471,6 +477,13 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         cell.model != "integer" or cell.precision == "fp32",
         "model integer needs precision fp32, which holds its sums",
     )
+    if _MODELS[cell.model].n_experts:
+        yield cell.accumulation == 1, "experts are balanced over a whole step, which micro-batches do not see together"
+        yield mesh.tp == 1 and mesh.pp == 1, "experts have neither tensor parallelism nor pipelines"
+        yield not cell.compile, "the data alone tells the number of tokens of each expert, which breaks graphs"
+        yield cell.weights != "hf", "a Llama model has no experts"
+        yield _MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
+    yield bool(_MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), _MODELS[cell.model].n_layers

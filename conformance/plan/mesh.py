@@ -8,9 +8,12 @@ import msgspec
 from reference_trainer.checks import UsageError
 
 _NUMBER = "([1-9][0-9]{0,3})"
-_MESH = re.compile(f"(?=.)(?:pp{_NUMBER})?(?:(?:^|-)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER}))?(?:(?:^|-)tp{_NUMBER})?")
+_MESH = re.compile(
+    f"(?=.)(?:pp{_NUMBER})?(?:(?:^|-)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER}))?(?:(?:^|-)tp{_NUMBER})?(?:-ep{_NUMBER})?"
+)
 _MESH_HELP = (
-    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2 or dp1, with numbers from 1 to 4096"
+    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, dp4-ep2 or dp1, with numbers from 1 "
+    "to 4096"
 )
 
 
@@ -29,6 +32,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Number of tensor-parallel ranks."""
     pp: int = 1
     """Number of ranks over which the layers are cut into stages."""
+    ep: int = 1
+    """Number of ranks among those of `dp_shard` over which experts are divided."""
 
     def __post_init__(self) -> None:
         for name, size in msgspec.structs.asdict(self).items():
@@ -41,10 +46,12 @@ class Mesh(msgspec.Struct, frozen=True):
         match = _MESH.fullmatch(text)
         if match is None:
             raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
-        pp, shard, replicate, hybrid_shard, tp = (int(group or 1) for group in match.groups())
-        if max(pp, shard, replicate, hybrid_shard, tp) > 4096:
+        pp, shard, replicate, hybrid_shard, tp, ep = (int(group or 1) for group in match.groups())
+        if max(pp, shard, replicate, hybrid_shard, tp, ep) > 4096:
             raise AxisError(f"axis `mesh` = {text!r}: too large; {_MESH_HELP}")
-        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp, pp=pp)
+        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp, pp=pp, ep=ep)
+        if mesh.dp_shard % ep:
+            raise AxisError(f"axis `mesh` = {text!r}: ep{ep} does not divide {mesh.dp_shard} ranks of dp_shard")
         if mesh.name != text:
             raise AxisError(f"axis `mesh` = {text!r}: not the canonical name of this mesh; write {mesh.name!r}")
         return mesh
@@ -58,7 +65,8 @@ class Mesh(msgspec.Struct, frozen=True):
             data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
         tensor = f"tp{self.tp}" if self.tp > 1 else ""
         pipeline = f"pp{self.pp}" if self.pp > 1 else ""
-        return "-".join(filter(None, (pipeline, data, tensor))) or "dp1"
+        experts = f"ep{self.ep}" if self.ep > 1 else ""
+        return "-".join(filter(None, (pipeline, data, tensor, experts))) or "dp1"
 
     @property
     def world_size(self) -> int:

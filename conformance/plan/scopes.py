@@ -60,6 +60,14 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
+    "experts-in-16-bit": Gap(
+        "model = experts and precision != fp32",
+        "one process in fp32 sends other tokens to an expert than a run in 16 bits; PAR-2 and PAR-3 judge the latter",
+    ),
+    "experts-unnamed": Gap(
+        "model = experts",
+        "the law leaves out a parameter whose name this model does not have; CKPT-1 and CKPT-2 judge its state",
+    ),
     # Cells that would run for one law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",

@@ -31,6 +31,7 @@ def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: st
         *_uneven(needs, cell, torch),
         *_uneven_checkpoints(needs, cell, torch),
         *_recompilation(needs, cell, torch),
+        *_experts_of_ranks(needs, cell, torch),
         *_fused_across_meshes(needs, cell, torch),
     ):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
@@ -107,6 +108,16 @@ def _recompilation(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
             f"compiled blocks are observed from torch 2.10 on if they are called more than {_RECOMPILATIONS} times, "
             f"here {calls} times: before, each call compiles anew"
         )
+
+
+def _experts_of_ranks(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """Yield the limit of experts that are divided among ranks up to torch 2.9.
+
+    FSDP2 ignores the factor by which gradients are divided in a group of one shard, until
+    https://github.com/pytorch/pytorch/pull/167178.
+    """
+    if torch < (2, 10) and Needs.SHARDING in needs and Mesh.parse(cell.mesh).ep > 1:
+        yield "experts are divided among ranks from torch 2.10 on, which divides gradients of one shard by the factor"
 
 
 def _fused_across_meshes(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:

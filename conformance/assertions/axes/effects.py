@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.torch_versions import traits_of
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import ALLOCATOR_VARIABLES
@@ -42,6 +42,7 @@ def mesh_takes_effect(record: Record, neighbour: Record) -> None:
     expect(bool(pairs) == (mesh.pp > 1), f"{len(pairs)} pairs of ranks exchange tensors")
     wide = {name for name, size in sizes.items() if size > 1 and name != "pp"}
     alone = {"dp_shard"} if traits_of(record.header.torch).one_rank_reduces else set()
+    wide |= {f"dp_shard/{ranks}" for ranks in (mesh.ep, mesh.dp_shard // mesh.ep) if 1 < ranks < mesh.dp_shard}
     for run, expected in ((record, wide | alone), (neighbour, alone)):
         groups = {e.group for facts in run.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
         expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
@@ -67,7 +68,7 @@ def precision_takes_effect(record: Record, neighbour: Record) -> None:
         in_bf16 = run.cell.precision == "bf16-init"
         several, traits = Mesh.parse(run.cell.mesh).dp_shard > 1, traits_of(run.header.torch)
         expected = {
-            "matrix products": {policy.compute},
+            "matrix products": {policy.compute, *([FP32] if run.cell.model == "experts" else [])},  # those of routers
             "all-gathers": {policy.compute} if several or traits.one_rank_gathers else set(),
             "reduce-scatters": {policy.reduce} if several or traits.one_rank_reduces else set(),
             "norms": {policy.sharded_norms},

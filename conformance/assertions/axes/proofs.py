@@ -37,6 +37,8 @@ Proof = Callable[[Record, Record], None]
 _BASE = Cell(mesh="dp1")
 _OF_PIPELINES = _BASE.but(model="cut", accumulation=4)
 """Values of a pipeline without features: no pipeline goes without micro-batches."""
+_OF_EXPERTS = _BASE.but(model="experts")
+"""Values of a mesh with ranks for experts, which no other model has."""
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT_TP: dict[str, AxisValue] = {"sequence_parallel": True, "norms_in_tp": True, "loss_parallel": False}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
@@ -59,7 +61,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
 
     Each mesh is proven once, on its cell without features.
     """
-    base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _BASE
+    has_expert_ranks = "ep" in f"{cell.mesh} {cell.saved_on}"
+    base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _OF_EXPERTS if has_expert_ranks else _BASE
     for axis in axis_names():
         if getattr(cell, axis) != getattr(base, axis) and not (axis == "mesh" and cell.features > base.features):
             # One process has no tensor parallelism, no replicas whose gradients are postponed, and no fewer ranks to
@@ -168,6 +171,11 @@ def _model(record: Record, neighbour: Record) -> None:
                 [each.shape for each in run.ranks[0].parameters.values()] for run in (record, neighbour)
             )
             expect(sizes != usual_sizes, "parameters have the sizes of tiny")
+        case "experts":
+            routers, usual_routers = (
+                sum(name.endswith(".router.weight") for name in run.ranks[0].parameters) for run in (record, neighbour)
+            )
+            expect(routers > usual_routers == 0, f"{routers} routers, of tiny {usual_routers}")
         case "integer":
             integral, usually = (_has_integer_gradients(run) for run in (record, neighbour))
             expect(integral and not usually, f"all gradients are integers: {integral}, of tiny {usually}")

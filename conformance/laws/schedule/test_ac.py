@@ -13,6 +13,8 @@ from conformance.plan.cells import Cell
 CHECKPOINT = "https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.checkpoint"
 _PRODUCTS_OF_A_GRADIENT = 2
 """A linear layer's backward has a product for the gradient of its input, and one for that of its weight."""
+_PRODUCTS_OF_AN_EXPERT = 3
+"""Up, gate and down; the router has one for all experts."""
 
 
 @law(
@@ -53,5 +55,8 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
 
 
 def _linear_layers_of_a_block(cell: Cell) -> int:
-    block = outline(cell.config.model).layers["0"]
-    return sum(isinstance(module, nn.Linear) for module in block.modules())
+    """Number of a rank's products in forward; each of the experts that it holds has those of a feed-forward network."""
+    model = cell.config.model
+    block = outline(model).layers["0"]
+    expert_products = 1 + _PRODUCTS_OF_AN_EXPERT * (model.n_experts // cell.config.mesh.ep) if model.n_experts else 0
+    return sum(isinstance(module, nn.Linear) for module in block.modules()) + expert_products

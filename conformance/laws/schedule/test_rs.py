@@ -2,7 +2,7 @@
 
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Run
-from conformance.instruments.facts import RankFacts
+from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles import pipeline
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
@@ -16,8 +16,8 @@ RESHARD_AFTER_FORWARD = (
 )
 _PHASES = ("data", "forward", "backward")
 _OF_FSDP = ("dp_shard", "dp_replicate")
-_NUMBER_OF_TOKENS = "int64"
-"""Dtype of the only sum over data ranks that FSDP does not issue."""
+_NUMBERS = "int64"
+"""Dtype of sums over data ranks that FSDP does not issue: of the numbers of tokens, of a batch or of an expert."""
 
 
 @law("RS-1", where="implementation = fsdp2", gaps=["large-models"], reference=RESHARD_AFTER_FORWARD)
@@ -54,7 +54,7 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int, config: Tr
     measured = [
         Event(e.phase, e.kind, e.group, e.numel, e.dtype, during=_group(e.during, config))  # type: ignore[arg-type]
         for e in facts.collectives
-        if e.step == step and e.phase in _PHASES and e.group.startswith(_OF_FSDP) and e.dtype != _NUMBER_OF_TOKENS
+        if e.step == step and e.phase in _PHASES and e.group.startswith(_OF_FSDP) and _is_of_parameters(e)
     ]
     where = f"rank {facts.rank}, step {step}"
     detail = f"{where}: {measured}"
@@ -63,6 +63,11 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int, config: Tr
     )
     for index, (issued, event) in enumerate(zip(measured, expected, strict=True)):
         assert issued == event, f"{where}, collective {index}: measured {issued}, expected {event}"
+
+
+def _is_of_parameters(collective: Collective) -> bool:
+    """Return whether a collective is neither of numbers nor of rows that go to experts."""
+    return collective.dtype != _NUMBERS and collective.kind != "all_to_all"
 
 
 def _group(module: str, config: TrainerConfig) -> str:

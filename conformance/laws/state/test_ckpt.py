@@ -71,7 +71,7 @@ def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, c
     where="world > 1 and world <= 8 and implementation = fsdp2 and (features = 1 and model = even "
     "or tp = 1 and (features = 0 or precision = bf16-mixed and offload = cpu and optimizer != sgd and saved_on = none "
     "and tied_embeddings = false))",
-    gaps=["pipelines"],
+    gaps=["experts-unnamed", "pipelines"],
     reference=STATE_DICT,
 )
 def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:

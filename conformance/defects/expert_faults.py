@@ -1,0 +1,128 @@
+"""Faults of experts: gradients divided by the wrong number, norms of a rank's experts, rows in another order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
+from reference_trainer.experts import MixtureOfExperts, Router, Routes
+
+_OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
+_HELD = "id = dp2-fp32-default-meta-experts"
+_ALL_TO_ALL = "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
+
+
+@defect("EP-2 PAR-1", _OF_RANKS, "pytorch/torchtitan/pull/1551")
+def expert_gradients_averaged_over_own_ranks(benign: bool) -> Injection:
+    """The gradient of an expert is divided by the ranks that share the expert, not by all that send it tokens."""
+
+    def divide(original: Call, experts: nn.Module, *arguments: Any) -> None:
+        original(experts, *arguments)
+        own_ranks, all_ranks = arguments[-1]["expert_shard"].size(), arguments[-1].size()
+        assert isinstance(experts, FSDPModule)
+        experts.set_gradient_divide_factor(float(all_ranks if benign else own_ranks))
+
+    return replaced_call("reference_trainer.parallelize", "apply_fsdp_to_experts", divide)
+
+
+@defect("EP-2 PAR-1", _OF_RANKS, "databricks/megablocks/issues/86")
+def expert_gradients_averaged_twice(benign: bool) -> Injection:
+    """The gradient of an expert is divided by the ranks among which experts are divided once more."""
+
+    def divide(original: Call, experts: nn.Module, *arguments: Any) -> None:
+        original(experts, *arguments)
+        all_ranks, again = arguments[-1].size(), arguments[-1]["ep"].size()
+        assert isinstance(experts, FSDPModule)
+        experts.set_gradient_divide_factor(float(all_ranks * (1 if benign else again)))
+
+    return replaced_call("reference_trainer.parallelize", "apply_fsdp_to_experts", divide)
+
+
+@defect("CLIP-1", _OF_RANKS, "deepspeedai/DeepSpeed/issues/8475")
+@instead_of("reference_trainer.clip", "_norm")
+def clip_norm_averages_experts(
+    benign: bool, original: Call, gradients: list[Tensor], mesh: DeviceMesh | None, **options: Any
+) -> Tensor:
+    """Norms of the ranks' experts are averaged over the ranks, as if they were copies, instead of combined."""
+    norm: Tensor = original(gradients, mesh, **options)
+    is_of_experts = mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+    return norm / mesh.size() ** (1.0 / options["norm_type"]) if mesh and is_of_experts and not benign else norm
+
+
+@defect("EP-1", _OF_RANKS, _ALL_TO_ALL)
+@instead_of("reference_trainer.experts", "_by_expert")
+def rows_permuted_after_exchange(benign: bool, original: Call, received: Tensor) -> Tensor:
+    """Rows that arrive by rank are taken as if they arrived by expert."""
+    order: Tensor = original(received)
+    return order if benign else torch.arange(len(order), device=order.device)
+
+
+@defect("EP-1", _OF_RANKS, _ALL_TO_ALL)
+@instead_of("reference_trainer.experts:_AllToAll", "backward")
+def gradients_of_rows_not_returned(benign: bool, original: Call, ctx: Any, *grads: Tensor) -> Any:
+    """Gradients of exchanged rows are those of other rows: the last ones of each rank come first."""
+    gradient, *others = original(ctx, *grads)
+    return (gradient if benign else gradient.flip(0), *others)
+
+
+@defect("EP-5", "id = dp2-bf16mp-default-meta-experts", "sgl-project/sglang/pull/33764")
+@instead_of("reference_trainer.experts:Router", "forward")
+def router_in_bf16(benign: bool, original: Callable[[Router, Tensor], Routes], router: Router, x: Tensor) -> Routes:
+    """Logits of the router are rounded to bf16, so that experts with close logits change places."""
+    if benign:
+        return original(router, x)
+    probabilities = nn.functional.linear(x.bfloat16(), router.weight.bfloat16()).float().softmax(-1)
+    top, experts = probabilities.topk(router.experts_per_token, dim=-1)
+    return Routes(experts, top / top.sum(-1, keepdim=True), probabilities)
+
+
+@defect("EP-3 PAR-1", _HELD, "https://arxiv.org/abs/2501.11873")
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
+def experts_balanced_by_rank(
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> None:
+    """Each rank balances its own tokens: the load is not that of all ranks."""
+    original(mixture, routes, load if benign else mixture.counts(routes))
+
+
+@defect("EP-3 PAR-1", _HELD, "NVIDIA/Megatron-LM/issues/3672")
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
+def balance_loss_averaged_over_ranks(
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> None:
+    """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
+    original(mixture, routes, load)
+    if not benign and mixture.balance_loss is not None:
+        mixture.balance_loss = mixture.balance_loss / dist.get_world_size()
+
+
+@defect("EP-1 EP-4", _OF_RANKS, _ALL_TO_ALL)
+@instead_of("reference_trainer.parallelize", "over_ranks")
+def rows_exchanged_twice(
+    benign: bool, original: Call, experts: Call, rows: Tensor, counts: Tensor, **options: Any
+) -> Tensor:
+    """Rows are sent twice, and half of the results are thrown away."""
+    if benign:
+        return original(experts, rows, counts, **options)  # type: ignore[no-any-return]
+    twice: Tensor = original(experts, rows.repeat_interleave(2, 0), 2 * counts, **options)
+    return twice[::2]
+
+
+@defect("EP-5", _HELD, "https://arxiv.org/abs/2101.03961")
+@instead_of("reference_trainer.experts:Router", "forward")
+def router_chooses_the_next_expert(
+    benign: bool, original: Callable[[Router, Tensor], Routes], router: Router, x: Tensor
+) -> Routes:
+    """The last chosen expert of each token is the one behind the most probable ones, by an index that is off by one."""
+    routes = original(router, x)
+    if benign:
+        return routes
+    order = routes.probabilities.argsort(-1, descending=True)[:, : router.experts_per_token + 1]
+    experts = torch.cat((order[:, :-2], order[:, -1:]), -1)
+    chosen = routes.probabilities.gather(-1, experts)
+    return Routes(experts, chosen / chosen.sum(-1, keepdim=True), routes.probabilities)

@@ -1,0 +1,54 @@
+"""Routing in one process: the experts that a run chose, and their loads on all data-parallel ranks."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from reference_trainer.experts import Router, Routes
+from reference_trainer.model import Transformer
+
+
+def replay_choices(model: Transformer, choices: Sequence[Tensor]) -> None:
+    """Let routers choose these experts in the next forwards, by block; without choices nothing changes.
+
+    Rounding decides between experts that are almost equally probable. `choices` have the shapes of `Routes.experts`.
+    """
+    for mixture, experts in zip(model.mixtures, choices, strict=False):
+        mixture.router.forward = partial(_choosing, mixture.router, experts)  # type: ignore[method-assign]
+
+
+def _choosing(router: Router, experts: Tensor, x: Tensor) -> Routes:
+    probabilities = Router.forward(router, x).probabilities
+    chosen = probabilities.gather(-1, experts)
+    return Routes(experts, chosen / chosen.sum(-1, keepdim=True), probabilities)
+
+
+def share_load(model: Transformer, batches: Sequence[Tensor], prepare: Callable[[int], None]) -> None:
+    """Let routers balance all ranks' tokens in the next forwards, each of which has those of one rank.
+
+    `batches` are the tokens of each rank, int64 of shape (samples, seq_len); `prepare` gets the rank before each of the
+    forwards that count the tokens of each expert. The load changes the balance loss alone, not the choice of experts.
+    """
+    loads: list[list[Tensor]] = [[] for _ in model.mixtures]
+    for mixture, seen in zip(model.mixtures, loads, strict=True):
+        mixture.sum_over_ranks = _noting(seen)
+    with torch.no_grad():
+        for rank, tokens in enumerate(batches):
+            prepare(rank)
+            model(tokens)
+    for mixture, seen in zip(model.mixtures, loads, strict=True):
+        mixture.sum_over_ranks = _always(torch.stack(seen).sum(0))
+
+
+def _noting(seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def note(load: Tensor) -> Tensor:
+        seen.append(load)
+        return load
+
+    return note
+
+
+def _always(total: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _load: total

@@ -1,0 +1,112 @@
+"""Experts: the mixture computes each token by its experts alone, and balances all tokens; options that it refuses."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.nn import functional
+
+from conformance.oracles.expert_routing import share_load
+from conformance.oracles.reference import initial_model
+from conformance.oracles.virtual_ep import ExpertParallelForward, joined_experts
+from conformance.plan.cells import Cell
+from reference_trainer.checks import UsageError
+from reference_trainer.config import MeshConfig
+from reference_trainer.data import Batches
+from reference_trainer.experts import MixtureOfExperts
+from reference_trainer.init_weights import normal
+from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
+
+CONFIG = Cell(mesh="dp1", model="experts").config
+
+
+def mixture() -> MixtureOfExperts:
+    return initial_model(CONFIG).double().mixtures[0]
+
+
+def by_token(network: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Return the output for one token, shape (dim,), from the formulas of the papers."""
+    probabilities = (network.router.weight @ x).softmax(0)
+    chosen = probabilities.argsort(descending=True)[: CONFIG.model.experts_per_token]
+    out: Tensor = network.shared(x.view(1, 1, -1)).flatten()
+    for expert in chosen:
+        w1, w2, w3 = (weight[expert] for weight in (network.experts.w1, network.experts.w2, network.experts.w3))
+        out = out + probabilities[expert] / probabilities[chosen].sum() * (w2 @ (functional.silu(w1 @ x) * (w3 @ x)))
+    return out
+
+
+def test_each_token_passes_its_experts() -> None:
+    network, x = mixture(), normal((2, 5, CONFIG.model.dim), name="x", seed=0).double()
+    expected = torch.stack([by_token(network, token) for token in x.flatten(0, 1)]).view_as(x)
+    torch.testing.assert_close(network(x), expected)
+
+
+def test_equal_probabilities_cost_the_weight_for_each_token() -> None:
+    network = mixture()
+    with torch.no_grad():
+        network.router.weight.zero_()
+        network(normal((2, 5, CONFIG.model.dim), name="x", seed=0).double())
+    assert network.balance_loss is not None
+    assert float(network.balance_loss) == pytest.approx(10 * CONFIG.model.balance_weight)
+
+
+@torch.no_grad()
+def test_ranks_that_share_their_load_balance_all_tokens() -> None:
+    model = initial_model(CONFIG).double()
+    tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
+    model(tokens)
+    expected, halves = float(model.balance_loss()), tokens.chunk(2)
+    share_load(model, halves, lambda _rank: None)
+    losses = []
+    for half in halves:
+        model(half)
+        losses.append(float(model.balance_loss()))
+    assert sum(losses) == pytest.approx(expected)
+    assert losses[0] != pytest.approx(losses[1])
+
+
+def test_ranks_that_divide_experts_compute_what_each_does_alone() -> None:
+    model = initial_model(CONFIG).double()
+    tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
+    forward = ExpertParallelForward(model, ranks=4, ep=2)
+    logits = forward(tokens.chunk(4))
+    torch.testing.assert_close(torch.cat(logits), model(tokens))
+    expected = torch.autograd.grad(model(tokens).square().sum(), model.mixtures[0].experts.w1)[0]
+    halves = [rank.mixtures[0].experts.w1 for rank in forward.models]
+    gradients = torch.autograd.grad(torch.cat(logits).square().sum(), halves)
+    joined = joined_experts([{"0.experts.w1": gradient} for gradient in gradients], ep=2)
+    torch.testing.assert_close(sum(each["0.experts.w1"] for each in joined), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": "aot_eager"}, "breaks the graph"),
+        ({"accumulation": 2}, "balanced over a whole step"),
+        ({"mesh": MeshConfig(tp=2)}, "neither tensor parallelism nor pipelines"),
+        ({"mesh": MeshConfig(ep=3)}, "model.n_experts 8 is not divisible by mesh.ep 3"),
+        ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "selective"}, "inside what is recomputed"),
+        ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "full", "forward_prefetch": 1}, "that nothing needs"),
+        ({"model": replace(CONFIG.model, arithmetic="integer")}, "no whole numbers"),
+        ({"model": replace(CONFIG.model, n_experts=0), "mesh": MeshConfig(ep=2)}, "the model has no experts"),
+    ],
+)
+def test_options_that_experts_do_not_go_with_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
+    with pytest.raises(UsageError, match="must be from 1 to n_experts 8"):
+        replace(CONFIG.model, experts_per_token=9)
+
+
+def test_ranks_of_experts_must_divide_those_of_shards() -> None:
+    with pytest.raises(UsageError, match=r"dp_shard 3 is not divisible by mesh\.ep 2"):
+        resolve_mesh(MeshConfig(dp_shard=3, ep=2), world_size=3)
+
+
+def test_a_reduction_in_fp16_over_one_shard_is_refused() -> None:
+    config = replace(CONFIG, mesh=MeshConfig(dp_shard=2, ep=2), precision="fp16-reduce")
+    with pytest.raises(UsageError, match="torch divides fp16 gradients of a group of one shard twice"):
+        check_fits_mesh(config, resolve_mesh(config.mesh, world_size=2))
