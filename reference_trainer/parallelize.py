@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -77,6 +78,9 @@ def parallelize(
         apply_fsdp_to_block(block, name, policy, fsdp, norms_apart=norms_apart)
     if ends:
         apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart, together=has_group_around_blocks(config))
+
+    if ends and config.gradient_divisor is not None:
+        set_gradient_divisor(model, config.gradient_divisor, mesh)
 
     # 5. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
     if ends and not model.stages:
@@ -240,11 +244,32 @@ def apply_fsdp_to_ends(
 def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Options of `fully_shard` that all groups have in common."""
     no_offloading = OffloadPolicy()
+    columns = partial(_columns_if_even, shards=mesh["dp_shard"].size()) if config.shard_placement == "columns" else None
     return {
         "mesh": fsdp_mesh(mesh),
+        "shard_placement_fn": columns,
         "mp_policy": mixed_precision_policy(config.precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else no_offloading,
     }
+
+
+def _columns_if_even(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """Shard the columns of a matrix, or of a tensor-parallel rank's part of it, if all shards get equally many."""
+    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(1) if part.ndim == 2 and part.shape[1] % shards == 0 else None
+
+
+def set_gradient_divisor(model: Transformer, divisor: float, mesh: DeviceMesh) -> None:
+    """Let each group divide its sums of gradients by a number of its own instead of the number of ranks.
+
+    NCCL alone can scale within a reduction, see `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`: with
+    other backends FSDP has to sum, and to divide afterwards.
+    """
+    sums = dist.get_backend(fsdp_mesh(mesh).get_group("dp_shard")) != "nccl"
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(sums)
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:

@@ -107,7 +107,8 @@ def _emulated(
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     batch = (inputs.to(kernels), labels.to(kernels))
     masters = {name: master.to(kernels) for name, master in masters.items()}
-    scale = _data_parallel_size(config) / int((labels != IGNORED_LABEL).sum())
+    divisor = config.gradient_divisor or _data_parallel_size(config)
+    scale = divisor / int((labels != IGNORED_LABEL).sum())
     model = initial_model(config).to(kernels)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(_compute_dtype(config))
@@ -125,7 +126,7 @@ def _emulated(
     reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))
     conditions = {name: _ratio(size[name].norm(), grad.norm()) for name, grad in reduced.items()}
     return Emulation(
-        loss=loss * scale / _data_parallel_size(config),
+        loss=loss * scale / divisor,
         gradients={name: grad.cpu() / loss_scale for name, grad in reduced.items()},
         conditions=conditions,
         uncast=[Reduction(*(_coarsened(each, masters) for each in pair)) for pair in zip(sums, sizes, strict=True)],
@@ -313,14 +314,17 @@ def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
     about the root of the number of ranks, a power of two, and the last is the rest of it
     (`_get_gradient_divide_factors` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). It grows while it
     divides the number of ranks: of three ranks it is 2, and the last 1.5.
+
+    With a `gradient_divisor` ranks sum, and the divisor takes the place of their number.
     """
     size, replicas = _data_parallel_size(config), config.mesh.dp_replicate
+    divisor = config.gradient_divisor or size
     if dtype_policy(config.precision).reduce != FP16:
-        return 1.0, size / replicas, float(replicas)
+        return (1.0, 1.0, divisor) if config.gradient_divisor else (1.0, size / replicas, float(replicas))
     before = 1.0
-    while size % before == 0 and size / before > before:
+    while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return before, 1.0, size / before
+    return before, 1.0, divisor / before
 
 
 def _reduce_scattered(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:

@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True):
     reduce_op: str | None = None
     """`SUM`, `MAX`, ... where the model knows the operation."""
     during: str = ""
-    """In forward, for collectives of FSDP: the group that was entered last."""
+    """In forward and evaluation, for collectives of FSDP: the group that was entered last."""
 
     @property
     def nbytes(self) -> int:
@@ -133,13 +133,26 @@ def chunk_size(size: int, ranks: int, rank: int) -> int:
     return max(0, min(chunk, size - chunk * rank))
 
 
+def has_shards_of_columns(shape: Sequence[int], config: TrainerConfig, shards: int) -> bool:
+    """Return whether FSDP shards dimension 1 of a parameter, of which a tensor-parallel rank has this shape."""
+    return config.shard_placement == "columns" and shards > 1 and len(shape) == 2 and shape[1] % shards == 0
+
+
+def sharded_first(shapes: Shapes, config: TrainerConfig, shards: int) -> Shapes:
+    """Return the shapes with the dimension first that FSDP shards."""
+    return {
+        name: tuple(reversed(shape)) if has_shards_of_columns(shape, config, shards) else shape
+        for name, shape in shapes.items()
+    }
+
+
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 
-    Dimension 0 is cut into equal chunks, rounded up: a shard is padded.
+    The sharded dimension is cut into equal chunks, rounded up: a shard is padded.
     """
     numels: dict[str, int] = {}
-    for parameter, (rows, *rest) in shapes.items():
+    for parameter, (rows, *rest) in sharded_first(shapes, config, shards).items():
         group = group_of(parameter, config)
         numels[group] = numels.get(group, 0) + -(-rows // shards) * prod(rest)
     return numels
@@ -251,18 +264,20 @@ class _Schedule:
     def run(self, micro_batch: int) -> None:
         self._left.clear()
         self._recomputed.clear()
-        self._forward(groups(self._config))
+        if micro_batch and self._config.evaluation != "none":
+            self._forward(groups(self._config), "evaluate")
+        self._forward(groups(self._config), "forward")
         self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
         self._unsharded.clear()  # groups prefetched after their backward are freed
 
-    def _forward(self, among: Sequence[Group]) -> None:
+    def _forward(self, among: Sequence[Group], phase: str) -> None:
         for group in among:
             self._during = group.name
-            self._gather("forward", group.name)
+            self._gather(phase, group.name)
             for name in prefetched_in_forward(group.name, self._config):
-                self._gather("forward", name)
-            self._forward(group.inner)
+                self._gather(phase, name)
+            self._forward(group.inner, phase)
             self._left.append(group.name)
             self._reshard(group.name)
 
@@ -296,8 +311,11 @@ class _Schedule:
             self._reshard(group.name)
 
     def _prefetched_in_backward(self, group: str) -> list[str]:
-        """Return the groups that are prefetched; a group without a list follows the recorded order."""
-        listed = prefetched_in_backward(group, self._left, self._config.backward_prefetch)
+        """Return the groups that are prefetched; a group without a list follows the recorded order.
+
+        That has the forwards of an evaluation as well: backward ends with a group that they left last.
+        """
+        listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
         return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
 
     def _gather(self, phase: str, group: str) -> None:

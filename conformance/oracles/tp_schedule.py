@@ -106,13 +106,10 @@ class _Traffic:
 
     def run(self, micro_batch: int, *, layers: int, first: bool, last: bool) -> None:
         """Walk through the layers of a model or stage; `first` has the embedding, `last` norm, output and loss."""
-        if first:
-            self._leave("forward")
-        for _ in range(layers):
-            self._block_forward("forward")
+        if micro_batch and self._config.evaluation != "none":
+            self._forward("evaluate", layers=layers, first=first, last=last)
+        self._forward("forward", layers=layers, first=first, last=last)
         if last:
-            self._enter("forward")
-            self._logits_and_loss()
             self._enter_backward()
             self._replicated_gradients([self._config.model.dim], micro_batch)
         for _ in range(layers):
@@ -120,6 +117,15 @@ class _Traffic:
             self._replicated_gradients(self._norms, micro_batch)
         if first:
             self._leave_backward()
+
+    def _forward(self, phase: str, *, layers: int, first: bool, last: bool) -> None:
+        if first:
+            self._leave(phase)
+        for _ in range(layers):
+            self._block_forward(phase)
+        if last:
+            self._enter(phase)
+            self._logits_and_loss(phase)
 
     def _block_forward(self, phase: str, *, regions_left: int = 2) -> None:
         """Attention and feed-forward."""
@@ -160,7 +166,7 @@ class _Traffic:
     def _leave_backward(self) -> None:
         self._enter("backward")
 
-    def _logits_and_loss(self) -> None:
+    def _logits_and_loss(self, phase: str) -> None:
         """Logits are gathered, or three numbers of each token are reduced, in the loss's fp32.
 
         These are the maximum, the sum of exponentials and the label's logit. Backward needs nothing more: each rank
@@ -168,9 +174,9 @@ class _Traffic:
         """
         if self._config.loss_parallel:
             for _ in range(3):
-                self._issue("forward", "all_reduce", self._tokens, "float32")
+                self._issue(phase, "all_reduce", self._tokens, "float32")
         else:
-            self._issue("forward", "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
+            self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
     def _replicated_gradients(self, norms: Sequence[int], micro_batch: int) -> None:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.

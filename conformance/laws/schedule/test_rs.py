@@ -14,7 +14,7 @@ from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
 )
-_PHASES = ("data", "forward", "backward")
+_PHASES = ("data", "evaluate", "forward", "backward")
 _OF_FSDP = ("dp_shard", "dp_replicate")
 _NUMBER_OF_TOKENS = "int64"
 """Dtype of the only sum over data ranks that FSDP does not issue."""
