@@ -32,7 +32,7 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 PHASES = ("forward", "backward", "clip", "optimizer")
-_BUSY_PHASES = ("evaluate", "forward", "backward")
+_BUSY_PHASES = ("forward", "backward")
 _FP32_BYTES = 4
 SCALARS_BYTES = 128
 """Upper bound on the bytes of losses, numbers of tokens and other tensors of a few bytes."""
@@ -141,11 +141,11 @@ def _bounds(
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
     gathers = dims.dp_shard > 1 or traits.one_rank_gathers
     reduces = dims.dp > 1 or traits.one_rank_reduces
-    buffers = {"evaluate": largest * gathers, "forward": largest * gathers, "backward": reduced * reduces}
+    buffers = {"forward": largest * gathers, "backward": reduced * reduces} if in_flight else {}
     held = {
         phase: GLOO_THREADS * (size + _tensor_parallel_buffer_bytes(config, dims, phase))
         + pipeline.sent_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
-        for phase, size in (buffers.items() if in_flight else ())
+        for phase, size in buffers.items()
     }
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
