@@ -218,6 +218,15 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
+class Frozen(Config, frozen=True, kw_only=True):
+    """Parameters that do not train at first, or never."""
+
+    names: str
+    """Regular expression that matches the full names of parameters, such as `layers\\.0\\..*`."""
+    until: int | None = None
+    """Step from which they train. None: they never do."""
+
+
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -306,6 +315,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
     gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
     reduces after the last of its micro-batches: leave this field out."""
+    frozen: tuple[Frozen, ...] = ()
+    """Parameters that do not train: the first entry that matches a name decides."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards. `columns`: dimension 1 of those whose columns the shards divide evenly,
     as torch demands; all other parameters are sharded by rows, as with `rows`."""
@@ -345,6 +356,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 def _check_compatibility(config: TrainerConfig) -> None:
     """Raise UsageError, with the remedy, for options in conflict."""
     _check_reshard(config)
+    require(not config.frozen or config.mesh.pp == 1, "frozen needs a mesh without a pipeline: leave it out")
     require(
         config.evaluation == "none" or (config.accumulation > 1 and config.mesh.pp == 1),
         f"evaluation {config.evaluation} needs accumulation of at least 2, and a mesh without a pipeline",
@@ -450,6 +462,7 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "offload": ("none",),
     "accumulation": (1,),
     "evaluation": ("none",),
+    "frozen": ((),),
     "activation_checkpointing": ("none",),
     "compile": ("none",),
     "norms_in_tp": (True,),

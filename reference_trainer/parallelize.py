@@ -1,4 +1,4 @@
-"""From a plain model to a parallel one, in five steps: see `parallelize`."""
+"""From a plain model to a parallel one, in six steps: see `parallelize`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
+from reference_trainer.frozen import freeze
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
@@ -45,7 +46,7 @@ def parallelize(
     """Parallelise a model in place, on the meta device or with its weights, which are then sharded.
 
     `blocks` are the indices of the blocks to parallelise (default: all); `ends` includes embedding, norm, output and
-    the root. The ends come after all blocks. The order of the five steps is a contract.
+    the root. The ends come after all blocks. The order of the six steps is a contract.
     """
     indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
@@ -71,7 +72,10 @@ def parallelize(
         if ends:
             model.tok_embeddings.register_forward_hook(_wait_for_output)
 
-    # 4. FSDP shards what the steps before have made; its hooks are outermost.
+    # 4. Parameters that never train are frozen before FSDP looks at them.
+    freeze(model, config.frozen)
+
+    # 5. FSDP shards what the steps before have made; its hooks are outermost.
     fsdp = _fsdp_options(config, mesh)
     norms_apart = PRECISIONS[config.precision].norms_apart
     for name, block in chosen.items():
@@ -82,7 +86,7 @@ def parallelize(
     if ends and config.gradient_divisor is not None:
         set_gradient_divisor(model, config.gradient_divisor, mesh)
 
-    # 5. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
+    # 6. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
     if ends and not model.stages:
         apply_prefetch(model, config)
 

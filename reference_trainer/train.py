@@ -1,7 +1,7 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
-parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
+frozen, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
 __main__.
 """
 
@@ -17,6 +17,7 @@ from reference_trainer.build import build_model
 from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
+from reference_trainer.frozen import freeze
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
     LossScaler,
@@ -92,6 +93,8 @@ class Trainer:
         """Train one step: forward and backward over all micro-batches, unscale, clip, step."""
         observer = self.observer
         observer.phase("data", step=step)
+        if self.config.frozen:
+            freeze(self.model, self.config.frozen, step=step)
         micro_batches = self.batches.micro_batches(
             step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
         )

@@ -25,6 +25,7 @@ from conformance.oracles.torch_versions import gradients_stay, traits_of
 from conformance.run.experiment import Needs
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
+from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.mesh import build_mesh
@@ -58,6 +59,7 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
     for block in model.blocks.values():
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
+    freeze(model, config.frozen)
 
 
 def segments_without_fsdp(

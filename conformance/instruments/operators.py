@@ -26,7 +26,7 @@ class OperatorCount(Observer):
         self._current: Counter[str] | None = None
 
     def facts(self) -> dict[str, dict[str, int]]:
-        """Return the number of calls in all steps by phase (evaluate, forward, backward, clip, optimizer) and operator's name."""
+        """Return the number of calls in all steps by phase, of `_PHASES`, and operator's name."""
         return {phase: dict(sorted(counts.items())) for phase, counts in self._counts.items()}
 
     def phase(self, name: Phase, *, step: int) -> None:

@@ -25,6 +25,7 @@ from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
+from conformance.oracles.frozen import is_trained
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
@@ -115,12 +116,17 @@ def _emulated(
     ring = ring_of(kernels)
     forward = _tensor_parallel(config, model, ring)
     loss_of = _loss_function(config, forward or model, ring)
-    leaves = _leaves(model, forward)
+    copied = [name for name in (forward.copied if forward else ()) if is_trained(name, config, step=step)]
+    leaves = {
+        name: leaf
+        for name, leaf in _leaves(model, forward).items()
+        if is_trained(name.partition("@")[0], config, step=step)
+    }
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
     observed = partial(observe, model)
     loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale)
-    rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
+    rounds = _reduce_scatter_inputs(config, gradients, copied=copied, ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
     reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))

@@ -10,6 +10,7 @@ import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
+from conformance.oracles.frozen import trained
 from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import Shapes, chunk_size, group_of, sharded_first
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
@@ -54,7 +55,7 @@ def predict(
 
 
 def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
-    """Return the bytes held in all phases: shards with padding, and as much for each moment of the optimizer."""
+    """Return the bytes held in all phases: shards with padding, and as much of trained ones for each moment."""
     return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
 
 
@@ -64,15 +65,15 @@ def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, *,
     They are its state, of which only the parameters are padded, AdamW's counter of each parameter, and the model's
     table of rotations, both in fp32.
     """
-    counters = len(shapes) if config.optimizer.name == "adamw" else 0
+    counters = len(trained(shapes, config)) if config.optimizer.name == "adamw" else 0
     rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
-    padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, shapes, shard_rank)
+    padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, trained(shapes, config), shard_rank)
     return state_bytes(config, dims, shapes) - padding + torch.float32.itemsize * (counters + rotations)
 
 
 def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
-    """Return the bytes of the optimizer's moments, each as large as the sharded parameters."""
-    return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, shapes)
+    """Return the bytes of the optimizer's moments, each as large as the sharded parameters that train."""
+    return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, trained(shapes, config))
 
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:

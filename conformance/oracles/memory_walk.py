@@ -35,6 +35,7 @@ import torch
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
     Shapes,
     chunk_size,
@@ -71,7 +72,6 @@ class Root(msgspec.Struct):
         if is_stage and group in self.left:
             self.left.clear()
         self.left.append(group)
-
 
 
 def roots(config: TrainerConfig, held: Collection[str]) -> list[Root]:
@@ -176,19 +176,29 @@ class Walk:
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
-        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes) if dims.tp > 1 else 0
+        gradients = trained(shapes, config)
+        self._replicated_over_tp = sum(sharded_dim(name) is None for name in gradients) if dims.tp > 1 else 0
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
         self._parameters: dict[str, list[_Parameter]] = {}
         """Parameters by group."""
+        self._trained: dict[str, list[_Parameter]] = {}
+        """Parameters with gradients by group, also of groups without any."""
         for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
             shard, row = -(-rows // dims.dp_shard), math.prod(rest)
             by_columns = has_shards_of_columns(shapes[name], config, dims.dp_shard)
             parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard, by_columns)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
+            self._trained.setdefault(group_of(name, config), [])
+            if name not in gradients:
+                continue
+            self._trained[group_of(name, config)].append(parameter)
             self._optimizer_groups[0 if rest else 1].append(chunk_size(rows, dims.dp_shard, shard_rank) * row)
-        self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
+        self._shard, self._gradient_shard = (
+            {group: sum(p.shard for p in parameters) for group, parameters in by_group.items()}
+            for by_group in (self._parameters, self._trained)
+        )
         self._roots = roots(config, self._parameters)
         self._held: dict[str, int] = {}
         self._phase = "forward"
@@ -295,7 +305,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        parameters = sum(len(group) for group in self._parameters.values())
+        parameters = sum(len(group) for group in self._trained.values())
         order = self._config.optimizer.norm_order
         scalars = scalars_of_norms(order, parameters, self._replicated_over_tp, self._dims, self._traits)
         self._note(scalars * torch.float32.itemsize)
@@ -365,8 +375,11 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
+        if not self._trained[group]:
+            self._free("B")
+            return
         self._put_columns_together(group)
-        self._hold(f"I {group}", self._padded(group) * self._reduce)
+        self._hold(f"I {group}", self._gradient_shard[group] * self._dims.dp_shard * self._reduce)
         self._note(self._copies_to_fill(group))
         if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
             self._keep_last_gradient(group)
@@ -383,7 +396,7 @@ class Walk:
         is reduced, see `VersionTraits.last_gradient_until_reduced` (`chunks` there).
         """
         itemsize = self._compute if self._held["B"] else self._reduce
-        columns = [parameter.numel * itemsize for parameter in self._parameters[group] if parameter.by_columns]
+        columns = [parameter.numel * itemsize for parameter in self._trained[group] if parameter.by_columns]
         if columns:
             self._note(max(columns))
             if self._traits.last_gradient_until_reduced:
@@ -403,8 +416,8 @@ class Walk:
 
     def _gradients(self, group: str) -> list[int]:
         """Bytes of each gradient in B. The embedding's has the full vocabulary on each tensor-parallel rank."""
-        numel = sum(parameter.numel for parameter in self._parameters[group])
-        return [self._held["B"] * parameter.numel // numel for parameter in self._parameters[group]]
+        numel = sum(parameter.numel for parameter in self._trained[group])
+        return [self._held["B"] * parameter.numel // numel for parameter in self._trained[group]]
 
     def _copies_to_fill(self, group: str) -> int:
         """Bytes that the CPU needs in addition to gradients and I.
@@ -412,8 +425,8 @@ class Walk:
         `_chunk_cat` copies all gradients that need padding, and if it has to cast, each gradient, one after the other.
         Gradients of two dtypes are cast before (`chunk_cat_mixed_dtype`), and held together.
         """
-        sizes = [parameter.padded for parameter in self._parameters[group]]
-        padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
+        sizes = [parameter.padded for parameter in self._trained[group]]
+        padded = sum(parameter.padded for parameter in self._trained[group] if parameter.padded != parameter.numel)
         if self._reduce == self._compute or f"L {group}" in self._held:
             return padded * self._reduce * self._kernels
         if self._wide_gradients_bytes:
@@ -422,22 +435,23 @@ class Walk:
 
     def _take_own_shard(self, group: str) -> None:
         """A rank takes its shard of the embedding's gradient, of which it has computed a term of full size."""
-        own = sum(parameter.numel for parameter in self._parameters[group]) * self._compute
+        own = sum(parameter.numel for parameter in self._trained[group]) * self._compute
         if self._held["B"] > own and not self._wide_gradients_bytes:
             self._note(own)
             self._held["B"] = own
 
     def _keep_last_gradient(self, group: str) -> None:
         """Hold the last gradient of a group, see `VersionTraits.last_gradient_until_reduced`."""
-        if self._parameters[group][-1].by_columns:  # its variable holds what has been cut
+        if self._trained[group][-1].by_columns:  # its variable holds what has been cut
             return
         among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
-        last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
+        last = min(self._trained[group][-1].numel * itemsize, self._held.get(among, 0))
         self._held["last gradient"] = last
         self._held[among] = self._held.get(among, 0) - last
 
     def _reduce_gradients(self, group: str) -> None:
-        output, gradient = self._shard[group] * self._reduce, self._shard[group] * self._master
+        shard = self._gradient_shard[group]
+        output, gradient = shard * self._reduce, shard * self._master
         self._hold("O", output)
         if not self._all_reduces:
             self._held[f"partial {group}"] = output

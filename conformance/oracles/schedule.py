@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.frozen import trained
 from conformance.oracles.outline import outline
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import GradientSync, TrainerConfig
@@ -214,21 +215,31 @@ def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
     return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[gradient_sync(config)]
 
 
-def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
+def reduced_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
+    """Return the elements of a rank's shard of the gradients of each group, without groups that are frozen."""
+    return shard_numels(trained(shapes, config), config, shards=shards)
+
+
+def fsdp_events(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int] | None = None
+) -> list[Event]:
     """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
-    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing; for
+    `numels` are the elements of shards, see `shard_numels`, `reduced` those of their gradients, see `reduced_numels`;
+    None: of all parameters. A dimension of a single rank communicates nothing; for
     exceptions see `VersionTraits.one_rank_gathers`.
     """
-    schedule = _Schedule(config, dims, numels)
+    schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
     for micro_batch in range(config.accumulation):
         schedule.run(micro_batch)
     return schedule.events
 
 
-def fsdp_groups(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[str]:
+def fsdp_groups(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int] | None = None
+) -> list[str]:
     """Return the group of each collective of `fsdp_events`, in the same order."""
-    schedule = _Schedule(config, dims, numels)
+    schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
     for micro_batch in range(config.accumulation):
         schedule.run(micro_batch)
     return schedule.names
@@ -246,11 +257,13 @@ def _norms_are_groups(config: TrainerConfig) -> bool:
 class _Schedule:
     """Walk through the groups as forward does, and back."""
 
-    def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int]
+    ) -> None:
         self.events: list[Event] = []
         self.names: list[str] = []
         """Group of each event."""
-        self._config, self._dims, self._numels = config, dims, numels
+        self._config, self._dims, self._numels, self._reduced = config, dims, numels, reduced
         self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
@@ -330,8 +343,11 @@ class _Schedule:
         alone = {"all_gather": traits.one_rank_gathers, "reduce_scatter": traits.one_rank_reduces, "all_reduce": False}
         if ranks == 1 and not alone[kind]:
             return
+        if kind != "all_gather" and group not in self._reduced:
+            return
         # The input of a reduce-scatter is an unsharded group, that of the others a shard.
-        numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)
+        numel = (self._numels if kind == "all_gather" else self._reduced)[group]
+        numel *= ranks if kind == "reduce_scatter" else 1
         dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
         if smaller:
             over, numel = f"{over}/{smaller}", numel * ranks // smaller

@@ -18,6 +18,7 @@ from conformance.plan.mesh import AxisError, Mesh
 from reference_trainer.checks import require
 from reference_trainer.config import (
     DataConfig,
+    Frozen,
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
@@ -105,6 +106,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Forward passes without gradients between the micro-batches of a step."""
     gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
     """Micro-batches after which gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
+    frozen: Literal["none", "embedding", "norms", "block", "thawed"] = "none"
+    """Parameters that do not train; `thawed`: those of the first block in the first step alone."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards, where it can be divided evenly."""
     gradient_divisor: Literal["ranks", "half", "twice"] = "ranks"
@@ -430,7 +433,14 @@ _RESHARD: dict[str, int | dict[str, str | int]] = {
 # Gradients of the workload overflow above 2^16 to 2^18, by seed: the last of four steps is taken from 2^19 in any case.
 _LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
 _LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**19)
-_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile", "gradient_divisor"}
+_FROZEN = {
+    "none": (),
+    "embedding": (Frozen(names=r"tok_embeddings\..*"),),
+    "norms": (Frozen(names=r".*norm\..*"),),
+    "block": (Frozen(names=r"layers\.0\..*"),),
+    "thawed": (Frozen(names=r"layers\.0\..*", until=1),),
+}
+_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile", "gradient_divisor", "frozen"}
 _SAME_IN_TRAINER = sorted({*Cell.__struct_fields__} & {*TrainerConfig.__struct_fields__} - _MAPPED)
 """Axes whose values the trainer's configuration has under the same name."""
 _DIVISORS = {"half": 0.5, "twice": 2.0}
@@ -471,6 +481,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
+        frozen=_FROZEN[cell.frozen],
         gradient_divisor=_gradient_divisor(cell, mesh),
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
@@ -503,6 +514,11 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     yield (
         cell.evaluation == "none" or (cell.accumulation > 1 and mesh.pp == 1),
         f"evaluation {cell.evaluation} needs micro-batches that follow each other",
+    )
+    yield cell.frozen == "none" or mesh.pp == 1, f"frozen {cell.frozen} is not for pipelines"
+    yield (
+        cell.frozen != "thawed" or (cell.precision == "fp32" and cell.steps > 1 and cell.saved_on == "none"),
+        "torch forgets the dtype of reductions of groups that begin frozen, and checkpoints lack their state",
     )
     columns = cell.shard_placement == "columns"
     yield mesh.dp_shard > 1 or not columns, "shard_placement columns needs shards"

@@ -49,7 +49,7 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
         **_FSDP2,
     },
     "precision": {"loss_scale": "fits"},
-    "steps": {"loss_scale": "fits"},
+    "steps": {"loss_scale": "fits", "frozen": "none"},
     "accumulation": {"gradient_sync": "each", "evaluation": "none"},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
@@ -281,6 +281,20 @@ def _products(record: Record, phase: str) -> int:
     return sum(count for name, count in operators(record, phase).items() if name.startswith(_EXPENSIVE))
 
 
+def _frozen(record: Record, neighbour: Record) -> None:
+    with_gradients, usual = ({*run.select("step0/gradient/")} for run in (record, neighbour))
+    without = usual - with_gradients
+    block = {name for name in usual if name.startswith("layers.0.")}
+    norms = {name for name in usual if "norm." in name}
+    expected = {"embedding": {"tok_embeddings.weight"}, "norms": norms, "block": block, "thawed": block}
+    wanted = expected[record.cell.frozen]
+    expect(without == wanted, f"without gradients: {sorted(without)}, not {sorted(wanted)}")
+    initial, final = (record.select(f"{when}/parameter/") for when in ("initial", "final"))
+    changed = {name for name in wanted if not initial[name].equal(final[name])}
+    trains = wanted if record.cell.frozen == "thawed" else set[str]()
+    expect(changed == trains, f"frozen parameters change: {sorted(changed)}, not {sorted(trains)}")
+
+
 def _shard_placement(record: Record, neighbour: Record) -> None:
     by_columns, usual = (
         {name for name, p in run.ranks[0].parameters.items() if p.shard_dims.get("dp_shard") == 1}
@@ -292,7 +306,9 @@ def _shard_placement(record: Record, neighbour: Record) -> None:
 
 
 def _gradient_divisor(record: Record, neighbour: Record) -> None:
-    divisors, usual = ({each for f in run.ranks for each in f.gradient_divisors.values()} for run in (record, neighbour))
+    divisors, usual = (
+        {each for f in run.ranks for each in f.gradient_divisors.values()} for run in (record, neighbour)
+    )
     expect(divisors == {record.config.gradient_divisor}, f"groups divide gradients by {divisors}")
     expect(usual == {None}, f"groups divide gradients by {usual}, not by the number of ranks")
 
@@ -409,6 +425,7 @@ PROOFS: dict[str, Proof] = {
     "backward_prefetch": backward_prefetch_takes_effect,
     "gradient_sync": _gradient_sync,
     "evaluation": _evaluation,
+    "frozen": _frozen,
     "shard_placement": _shard_placement,
     "gradient_divisor": _gradient_divisor,
     "offload": _offload,

@@ -245,7 +245,8 @@ def _require_no_growth(growth: Growth, *, where: str) -> None:
 @law(
     "MEM-7",
     # Columns are put together in other memory when they are gathered: a mode that gathers once more may need more.
-    where="model = deep and reshard = default and shard_placement = rows and (features <= 2 or pp > 1 and dp_shard > 1 and features <= 3 "
+    where="model = deep and reshard = default and shard_placement = rows "
+    "and (features <= 2 or pp > 1 and dp_shard > 1 and features <= 3 "
     "and pipeline not in (interleaved-zero-bubble, zbv-zero-bubble)) and implementation = fsdp2 and world > 1",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
