@@ -282,7 +282,8 @@ def _products(record: Record, phase: str) -> int:
 
 
 def _frozen(record: Record, neighbour: Record) -> None:
-    with_gradients, usual = ({*run.select("step0/gradient/")} for run in (record, neighbour))
+    first = f"step{record.steps[0]}/gradient/"
+    with_gradients, usual = ({*run.select(first)} for run in (record, neighbour))
     without = usual - with_gradients
     block = {name for name in usual if name.startswith("layers.0.")}
     norms = {name for name in usual if "norm." in name}
