@@ -259,12 +259,12 @@ def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 def _columns_if_even(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     """Shard the columns of a matrix, or of a tensor-parallel rank's part of it, if all shards get equally many."""
-    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return Shard(1) if part.ndim == 2 and part.shape[1] % shards == 0 else None
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(1) if local.ndim == 2 and local.shape[1] % shards == 0 else None
 
 
 def set_gradient_divisor(model: Transformer, divisor: float, mesh: DeviceMesh) -> None:
-    """Let each group divide its sums of gradients by a number of its own instead of the number of ranks.
+    """Let each group divide its sums of gradients by this number instead of that of ranks.
 
     NCCL alone can scale within a reduction, see `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`: with
     other backends FSDP has to sum, and to divide afterwards.

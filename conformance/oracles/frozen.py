@@ -29,7 +29,7 @@ def trained(by_parameter: Mapping[str, T], config: TrainerConfig, *, step: float
 
 
 def at_step(config: TrainerConfig, step: int) -> TrainerConfig:
-    """Return the configuration as it is in one step: what the table still freezes then never trains."""
+    """Return the configuration of one step, in which parameters that are frozen at that time are frozen for ever."""
     entries = [
         replace(entry, until=None if entry.until is None or step < entry.until else 0) for entry in config.frozen
     ]

@@ -150,7 +150,7 @@ class _Parameter(msgspec.Struct, frozen=True):
     padded: int
     """Elements of all shards together."""
     by_columns: bool
-    """True if dimension 1 is sharded: gathered and reduced tensors are put together anew."""
+    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
 
 
 class Walk:
@@ -357,9 +357,8 @@ class Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        listed = self._config.backward_prefetch
-        order = left(groups(self._config)) if listed else self._root_of(group).left
-        for other in prefetched_in_backward(group, order, listed or 1):
+        listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
+        for other in listed or prefetched_in_backward(group, self._root_of(group).left, 1):
             self._unshard(other)
 
     def _after_backward(self, group: str) -> None:

@@ -45,7 +45,7 @@ def updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerCon
 
 
 def _exact_without_gradients(reference: ReferenceRun) -> dict[str, Bound]:
-    """Return the bounds of parameters, all exact: what never trains does not change."""
+    """Return exact bounds of all parameters: those that never train keep every bit."""
     return dict.fromkeys(reference.parameters, EXACT)
 
 

@@ -1,7 +1,6 @@
-"""Which parameters train in which step, and what one process computes of a run that freezes some of them."""
+"""Frozen parameters: the steps in which they train, and the reference of a run that freezes some of them."""
 
 import torch
-from msgspec.structs import replace
 
 from conformance.oracles.frozen import at_step, first_of_each, is_trained, trained
 from conformance.oracles.reference import initial_model, learning_rate, reference_run
@@ -27,7 +26,7 @@ def test_the_configuration_of_a_step_freezes_for_ever_what_is_frozen_in_it() -> 
 
 
 def test_trainer_and_oracle_freeze_the_same() -> None:
-    model = initial_model(replace(_CONFIG, model=Cell().config.model))
+    model = initial_model(Cell().config)
     for step in range(4):
         freeze(model, _CONFIG.frozen, step=step)
         required = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
