@@ -67,7 +67,7 @@ class Root(msgspec.Struct):
     copied_out: str = ""
     """Output of the all-gather that the last group in forward has copied out."""
 
-    def leave(self, group: str, *, is_stage: bool) -> None:
+    def leave(self, group: str, *, is_stage: bool = False) -> None:
         """Note that forward has left a group; one that a stage had left before begins another forward."""
         if is_stage and group in self.left:
             self.left.clear()

@@ -187,8 +187,9 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
 def _with_one_batch(cell: Cell) -> Cell:
     """Return the cell without micro-batches, and so without a pipeline."""
     mesh = msgspec.structs.replace(Mesh.parse(cell.mesh), pp=1)
-    alone = {"accumulation": 1, "gradient_sync": "each", "evaluation": "none"}
-    return cell.but(mesh=mesh.name, pipeline=axis_default("pipeline"), **alone)
+    return cell.but(
+        mesh=mesh.name, accumulation=1, gradient_sync="each", evaluation="none", pipeline=axis_default("pipeline")
+    )
 
 
 @law(
