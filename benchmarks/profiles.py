@@ -7,6 +7,7 @@ command is run once in a fresh clone of the last commit, set-up included. Durati
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,13 +35,17 @@ def first_command_durations(directory: Path) -> Durations:
 
 
 def _timed(command: list[str], *, cwd: Path, report_directory: Path, runs: int) -> Durations:
+    load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
     durations_s = [_duration_s(command, cwd=cwd) for _ in range(runs)]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     report = read_report(report_directory)
     return Durations(
         cases=report.planned,
         durations_s=tuple(round(duration_s) for duration_s in durations_s),
         processors=len(os.sched_getaffinity(0)),
         torch=report.environment["packages"]["torch"],
+        load_before=round(load, 1),
+        processor_s=round((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs),
     )
 
 

@@ -30,6 +30,7 @@ KINDS = (
     Kind("life cycle of a module", laws="LIFE-1"),
     Kind("time: later steps, calls and checkpoints", laws="MEM-6, PP-6, CKPT-7", cells="steps >= 12"),
     Kind("several meshes", laws="MESH-*"),
+    Kind("context parallelism", laws="CP-*"),
     Kind("size", cells="model = large"),
     Kind("loud faults", laws="LOUD-1, CKPT-9"),
     Kind("operators of DTensor", laws="DT-2, DT-3"),

@@ -36,14 +36,14 @@ _ABOUT = {
     "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
     "RS, PP, AC, MEM": "collectives and recomputation follow the schedule, memory the model, in each reshard mode",
     "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
-    "STREAM, API, LIFE, DT, TP, MESH, LOUD": "streams wait for each other; FSDP2, DTensor, styles, meshes, odd ranks",
+    "STREAM, API, LIFE, DT, TP, CP, MESH, LOUD": "streams wait; FSDP2, DTensor, styles, rings, meshes, odd ranks",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""
 _WRITE = "python -m conformance docs --write"
 
 
-class Durations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Durations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Measured durations of a session that was repeated, in seconds."""
 
     cases: int
@@ -51,6 +51,10 @@ class Durations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     durations_s: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     processors: int
     torch: str
+    load_before: float | None = None
+    """Load average of the machine before the first session: above 1/2, other programs took part of its processors."""
+    processor_s: int | None = None
+    """Seconds of processors that one session and its processes used, which other programs do not change."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,11 +153,17 @@ def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
 
 
 def _first_command(matrix: Matrix, measured: Measured) -> str:
-    took = _current(matrix, "smoke", measured.first_command)
+    took = measured.first_command
     if took is None:
         judged = f"judges {len(matrix.cases('smoke'))} cases in {_estimated(matrix, 'smoke')}"
         return f"The first command installs torch and what the suite needs, then {judged}."
-    return f"The first command takes {_minutes(took)} on {took.processors} processors, installation included."
+    shared = took.load_before is not None and took.load_before > took.processors / 2
+    others = f", which other programs shared (load {took.load_before})" if shared else ""
+    used = f"{took.processor_s / 60:.1f} min of processor time, " if took.processor_s else ""
+    return (
+        f"Measured once, in a new clone: {used}{_minutes(took)} on {took.processors} processors{others}, for the "
+        f"installation of torch {took.torch} and {took.cases} cases."
+    )
 
 
 def _profiles(matrix: Matrix, measured: Measured) -> str:

@@ -129,10 +129,18 @@ def run(options: argparse.Namespace) -> Answer:
     if options.accept is not None:
         _accept(report, options)
     if options.keep:
-        from conformance.subjects.keeping import keep  # loads torch, which only judging needs
-
-        keep(report)
+        _keep(report)
     return Answer(file.read_text() if options.json else "", status)
+
+
+def _keep(report: Report) -> None:
+    """Keep the verdicts in docs/subjects, except for a session that was interrupted: its report lacks most of them."""
+    if report.trainer is None:
+        print("not kept: the session was interrupted", file=sys.stderr)
+        return
+    from conformance.subjects.keeping import keep  # loads torch, which only judging needs
+
+    keep(report)
 
 
 def _accept(report: Report, options: argparse.Namespace) -> None:

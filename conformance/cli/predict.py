@@ -49,6 +49,13 @@ def add_parser(commands: Commands) -> None:
         help="none, selective (matrix products are kept), selective-op (as torchtitan: every second one) or full",
     )
     parser.add_argument(
+        "--logits",
+        default="kept",
+        help="the model's output in backward: kept, kept-fp32 (the model raises it, and the loop keeps that), freed "
+        "(the loop deletes it before), or chunked (the loss computes few at once: not counted) (default: %(default)s)",
+    )
+    parser.add_argument("--loss-parallel", action="store_true", help="logits stay sharded over tensor parallelism")
+    parser.add_argument(
         "--set",
         action="append",
         default=[],

@@ -34,7 +34,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     formula: str = ""
     """Derivation of the upper bound."""
     terms: dict[str, float] = {}
-    """Values of the terms of the derivation."""
+    """Values of the terms of the derivation, of those that are finite."""
     ratio: float | None = None
     """Ratio of the measured to the expected value where the metric was worst.
 
@@ -79,7 +79,7 @@ def measure(
         unit=unit,
         at=at,
         formula=derived.derivation if derived else "",
-        terms=derived.numbers if derived else {},
+        terms={name: term for name, term in derived.numbers.items() if math.isfinite(term)} if derived else {},
         ratio=ratio,
     )
 

@@ -52,7 +52,8 @@ def classify(error: BaseException) -> tuple[Verdict, str]:
 def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
     """Return 0 for conformant, 1 for not conformant, 3 if the suite failed, 5 if no case or not every case was run.
 
-    A failure of the product decides an incomplete session: cases that were not run cannot take it back.
+    A failure of the product decides an incomplete session: cases that were not run cannot take it back. An error of the
+    suite decides a complete one: it says nothing about the product, so that an incomplete one stays without an answer.
     `allows` contains the verdicts that the profile allows, see `matrix.Profile`.
     """
     has_failed = any(counts.get(verdict) for verdict in _AGAINST_THE_PRODUCT)

@@ -77,6 +77,7 @@ _FAMILIES: dict[str, Where] = {
     ),
     "CKPT": _STATE,
     "CLIP": _TENSOR,
+    "CP": _TRIAL,
     "DATA": _TENSOR,
     "DT": _TRIAL,
     "ENV": _MACHINE,

@@ -16,6 +16,7 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.localisation.equality import CLOSE, deviation
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, shards_of
+from conformance.localisation.unequal_clipping import partial_norms, unequal_factors
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.plan.cells import Cell
 from conformance.subjects.evidence import Evidence, SubjectRecord
@@ -190,7 +191,7 @@ def _multiple(measured: Sequence[Shards], expected: Sequence[Shards]) -> float:
 
 
 def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iterator[NamedFormula]:
-    """Yield the formula by whose factor wrong gradients are scaled; nothing if each rank has not one factor."""
+    """Yield the formula by whose factor, or factors of some parameters, gradients are scaled wrongly."""
     record, limit = evidence.record, evidence.reference.facts.max_norm
     ranks = range(record.world_size)
     before, after = (
@@ -204,6 +205,8 @@ def _for_clipping(evidence: Evidence, formulas: StepFormulas, step: int) -> Iter
         for b, a, factor in zip(before, after, factors, strict=True)
         for name in b
     ):
+        full = (assembled(record, f"step{step}/{kind}/") for kind in ("gradient", "clipped"))
+        yield from (NamedFormula(*told, step) for told in unequal_factors(*full, limit=limit))
         return
     norm = total_norm(assembled(record, f"step{step}/gradient/").values(), order=2.0)
     factor = clip_factor(norm, max_norm=limit)
@@ -247,6 +250,8 @@ def _norms(
     for order in _ORDERS:
         other = total_norm(gradients.values(), order=order)
         yield f"{order:g}-norm", f"gradients are clipped by their {order:g}-norm", [other] * cell.world_size
+    for id_, told, other in partial_norms(gradients):
+        yield id_, told, [other] * cell.world_size
 
 
 def _repetitions(shape: Mapping[str, int], world_size: int) -> dict[str, int]:

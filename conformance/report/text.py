@@ -40,7 +40,7 @@ class Headline(msgspec.Struct, frozen=True):
     outcome: str
     """Meaning of the exit status: `CONFORMANT`, `NOT CONFORMANT`, `THE SUITE FAILED`, `USAGE ERROR`, `INCOMPLETE`."""
     incomplete: str
-    """Clause about a session that ended early: `12 of 965 cases run`; empty if all planned cases ended."""
+    """Clause about a session that ended early: `12 of 965 cases run, 1 error of the suite`; empty if all ended."""
     subject: str
     """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
     restrictions: list[str]
@@ -82,7 +82,9 @@ def headline(report: Report) -> Headline:
 def _incomplete(report: Report) -> str:
     if not any(case.verdict == Verdict.NOT_RUN for case in report.cases):
         return ""
-    return f"{report.executed} of {counted(report.planned, 'case')} run"
+    errors = sum(case.verdict == Verdict.ERROR for case in report.cases)
+    wrong = f", {counted(errors, 'error')} of the suite" if errors else ""
+    return f"{report.executed} of {counted(report.planned, 'case')} run{wrong}"
 
 
 def _unverified(report: Report) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import msgspec
+from packaging.version import Version
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.scopes import in_order
@@ -124,11 +125,11 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_of(reports: Sequence[Report]) -> Content:
-    """Return the content of the site; columns are in the order of the reports.
+    """Return the content of the site; columns are in the order of versions of torch, then in that of the reports.
 
     Raises UsageError if there is no report on the reference trainer.
     """
-    own = [report for report in reports if report.trainer is None]
+    own = sorted((report for report in reports if report.trainer is None), key=_version)
     if not own:
         raise UsageError("no report is about the reference trainer: a site needs at least one, of a session of pytest")
     data = _case_data(own)
@@ -140,6 +141,10 @@ def content_of(reports: Sequence[Report]) -> Content:
         pairs=[_pair(own, before, after) for before, after in combinations(range(len(own)), 2)],
         trainers=[report for report in reports if report.trainer is not None],
     )
+
+
+def _version(report: Report) -> Version:
+    return Version(report.environment["packages"]["torch"])
 
 
 def _column(report: Report) -> Column:

@@ -5,6 +5,7 @@ Each layer saves tensors for backward, with fused attention and norms, and its l
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
@@ -18,6 +19,8 @@ from conformance.sizing.decoder import Decoder, Workload
 from reference_trainer.parallel_dims import ParallelDims
 
 _FP32_BYTES = 4
+_ROWWISE = ("wo", "w2")
+"""Products whose inputs tensor parallelism shards, so that each rank has a part of a sum."""
 
 
 def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
@@ -33,6 +36,8 @@ class _Costs:
     """Activations that are kept for backward."""
     working: dict[str, int]
     """Results that are freed at once."""
+    returned: dict[str, int]
+    """Gradients of activations at their peak in a backward, less the activations that it has freed by then."""
     recomputed: dict[str, int]
     """Activations that backward computes again."""
     freed: dict[str, int]
@@ -44,7 +49,7 @@ class _Costs:
     gradient_of_embedding: int
     """Gradient of the embedding's weight."""
     gradients_of_logits: int
-    """Gradients of the logarithms and of the logits."""
+    """Gradients of the logarithms and of the logits, and temporaries of their computation."""
     transferred: int
     """Activations that a stage sends or receives."""
 
@@ -55,33 +60,40 @@ def _costs(workload: Workload) -> _Costs:
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
     names = entered(groups(config))
 
-    def nbytes(width: Width, *, ends: int = 0) -> dict[str, int]:
+    def nbytes(elements: Width, *, ends: int = 0) -> dict[str, int]:
         """Return the bytes of so many elements of each token, by group; `ends` are those of embedding and output."""
         layers = {name: int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")}
-        widths = dict.fromkeys(names, ends) | {name: width(decoder, layer) for name, layer in layers.items()}
-        return {name: tokens * elements * compute // dims.tp for name, elements in widths.items()}
+        widths: dict[str, _Elements | _Largest] = dict.fromkeys(names, _Elements(ends))
+        widths |= {name: elements(decoder, layer) for name, layer in layers.items()}
+        return {name: width.on_rank(dims.tp, each_bytes=tokens * compute) for name, width in widths.items()}
 
     hidden = tokens * decoder.dim * compute // dims.tp
-    logits = tokens * decoder.vocab_size * _FP32_BYTES
-    # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
-    loss = logits * compute // _FP32_BYTES + logits
+    is_sharded = config.loss_parallel and dims.tp > 1
+    logits = tokens * decoder.vocab_size * _FP32_BYTES // (dims.tp if is_sharded else 1)
+    logits *= workload.logits != "chunked"
+    # The embedding's output counts with the first block. The loss keeps logarithms in fp32.
+    computed = logits * compute // _FP32_BYTES
+    held = {"kept": computed, "kept-fp32": logits}.get(workload.logits, 0)
+    loss = held + logits
     saved, every = nbytes(KEPT[workload.checkpointing]), nbytes(KEPT["none"])
     recomputed = {name: every[name] - saved[name] for name in names}
     working = nbytes(_largest, ends=decoder.dim)
-    if compute < _FP32_BYTES:
-        working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
+    raised = logits if compute < _FP32_BYTES and workload.logits != "kept-fp32" else 0  # to fp32, before the logarithm
+    exponentials = logits * is_sharded  # which the sharded loss computes by itself, forward and backward
+    working["output"] = max(working["output"], raised + max(0, computed - held) + exponentials)
     if workload.checkpointing != "full":
         scores = tokens * decoder.n_heads * _FP32_BYTES // dims.tp  # fused attention keeps a sum of each row
         saved = {name: kept + scores * name.startswith("layers.") for name, kept in saved.items()}
     return _Costs(
         saved=saved | {"output": 2 * hidden + loss},
         working=working,
+        returned=nbytes(_returned, ends=decoder.dim) | {"output": working["output"]},
         recomputed=recomputed,
         freed=dict.fromkeys(names, 0) | {"output": loss},
-        arrived=nbytes(_gradients) | {"output": hidden + logits * compute // _FP32_BYTES},
+        arrived=nbytes(_gradients) | {"output": hidden + computed},
         gradients=_unpadded(workload),
         gradient_of_embedding=decoder.vocab_size * decoder.dim * compute // dims.tp,
-        gradients_of_logits=2 * logits,
+        gradients_of_logits=2 * logits + exponentials,
         transferred=pipeline.activation_numel(config, dims) * compute,
     )
 
@@ -169,7 +181,7 @@ class _Walk:
     def _backward(self, names: Sequence[str]) -> None:
         for name in reversed(names):
             gradients = self._costs.gradients[name]
-            more = self._costs.recomputed[name] + gradients + self._costs.working[name]
+            more = self._costs.recomputed[name] + gradients + self._costs.returned[name]
             stay = 0 if name in self._waiting else gradients
             self._add(f"backward {name}", more=more, then=stay - self._costs.saved[name])
             self._add(f"gradients {name}", then=0 if self._stay else -gradients)
@@ -248,59 +260,103 @@ def _unpadded(workload: Workload) -> dict[str, int]:
     return group_bytes(workload.config, unsharded, shards(workload.decoder.shapes(), tp=tp, tp_rank=0))
 
 
-Width = Callable[[Decoder, int], int]
-"""Elements of each token in a block, of the dtype of computation."""
+class _Elements(NamedTuple):
+    """Elements of each token in a block, of the dtype of computation."""
+
+    sharded: int
+    """Elements that tensor parallelism shards, by heads, hidden units or, with sequence parallelism, tokens."""
+    replicated: int = 0
+    """Elements that each rank has: of gathered inputs, and of results that are summed over the ranks afterwards."""
+
+    def on_rank(self, tp: int, *, each_bytes: int) -> int:
+        """Return the bytes of a rank."""
+        return self.sharded * each_bytes // tp + self.replicated * each_bytes
 
 
-def _everything(decoder: Decoder, layer: int) -> int:
+class _Largest:
+    """The largest of elements that are not there at once."""
+
+    def __init__(self, *alternatives: _Elements) -> None:
+        self.alternatives = alternatives
+
+    def on_rank(self, tp: int, *, each_bytes: int) -> int:
+        """Return the bytes of a rank."""
+        return max(elements.on_rank(tp, each_bytes=each_bytes) for elements in self.alternatives)
+
+
+Width = Callable[[Decoder, int], _Elements | _Largest]
+
+
+def _everything(decoder: Decoder, layer: int) -> _Elements:
     """Elements that a block without checkpointing saves for backward.
 
     They are inputs and outputs of norms (of those whose output is saved as another's input, the input), queries, keys
     and values (repeated for each query head), the output of attention, and four times the hidden layer of the
     feed-forward (gate, its activation, up, their product). Experts have their own copies of a token and of its result.
+    With tensor parallelism the outputs of both norms before products are saved as they were gathered.
     """
     attention = 2 * decoder.n_heads * (decoder.head_width + decoder.value_width)
     queries, keys = (heads * decoder.head_width for heads in (decoder.n_heads, decoder.n_kv_heads))
     inputs = {"q_norm": queries, "k_norm": keys}
-    norms = 4 * decoder.dim + sum(inputs.get(norm, decoder.dim) for norm in decoder.norms)
+    norms = 2 * decoder.dim + sum(inputs.get(norm, decoder.dim) for norm in decoder.norms)
     if decoder.latents:
         norms += 2 * (decoder.latents.q_rank + decoder.latents.kv_rank)
     experts = decoder.experts_of(layer)
     if experts is None:
-        return norms + attention + 4 * decoder.ffn_dim
+        return _Elements(norms + attention + 4 * decoder.ffn_dim, 2 * decoder.dim)
     routed = experts.active * (2 * decoder.dim + 4 * experts.ffn_dim)
-    return norms + attention + routed + 4 * experts.shared_ffn_dim
+    return _Elements(norms + attention + routed + 4 * experts.shared_ffn_dim, 2 * decoder.dim)
 
 
-def _input(decoder: Decoder, _layer: int) -> int:
-    return decoder.dim
+def _input(decoder: Decoder, _layer: int) -> _Elements:
+    return _Elements(decoder.dim)
 
 
-def _products(decoder: Decoder, layer: int) -> int:
+def _products(decoder: Decoder, layer: int) -> _Elements:
     """Elements of a block's input and of the outputs of its matrix products and of attention."""
-    return _input(decoder, layer) + decoder.n_heads * decoder.value_width + sum(_outputs(decoder, layer))
+    sharded, replicated = _outputs(decoder, layer)
+    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(replicated))
 
 
-def _every_second_product(decoder: Decoder, layer: int) -> int:
+def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
     """Elements of `_products` without the outputs of the second, fourth, ... product.
 
     Source: `_get_custom_policy` in torchtitan/distributed/activation_checkpoint.py at v0.1.0, for blocks without
     experts and biases, whose products are other operators.
     """
-    return _products(decoder, layer) - sum(_outputs(decoder, layer)[1::2])
+    kept = [product.outputs for product in decoder.products(layer)][::2]
+    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(kept))
 
 
-def _outputs(decoder: Decoder, layer: int) -> list[int]:
-    return [product.active * product.outputs for product in decoder.products(layer)]
+def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
+    """Return the elements of the products' outputs: those that are sharded, and those that are summed over ranks."""
+    sharded: list[int] = []
+    summed: list[int] = []
+    for product in decoder.products(layer):
+        sizes = summed if product.name.rpartition(".")[2] in _ROWWISE else sharded
+        sizes.append(product.active * product.outputs)
+    return sharded, summed
 
 
-def _largest(decoder: Decoder, layer: int) -> int:
-    return max(_outputs(decoder, layer))
+def _largest(decoder: Decoder, layer: int) -> _Largest:
+    sharded, replicated = _outputs(decoder, layer)
+    return _Largest(_Elements(max(sharded)), _Elements(0, max(replicated)))
 
 
-def _gradients(decoder: Decoder, layer: int) -> int:
+def _returned(decoder: Decoder, layer: int) -> _Largest:
+    """Elements of the largest output, or in the backward of the feed-forward's product of gate and up.
+
+    There the product's gradient, those of its two factors and the block's own are held, and the product is not.
+    """
+    experts = decoder.experts_of(layer)
+    width = experts.active * experts.ffn_dim if experts else decoder.ffn_dim
+    return _Largest(*_largest(decoder, layer).alternatives, _Elements(2 * width + decoder.dim))
+
+
+def _gradients(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the gradients of the results of a block's norms and linear layers."""
-    return 2 * decoder.dim + sum(_outputs(decoder, layer))
+    sharded, replicated = _outputs(decoder, layer)
+    return _Elements(sum(sharded), 2 * decoder.dim + sum(replicated))
 
 
 KEPT: dict[str, Width] = {
@@ -310,3 +366,5 @@ KEPT: dict[str, Width] = {
     "full": _input,
 }
 """Elements that a block keeps for backward, by kind of activation checkpointing."""
+LOGITS = ("kept", "kept-fp32", "freed", "chunked")
+"""Uses of logits by a loop: kept in backward, as computed or in fp32, deleted before, or computed in chunks."""

@@ -244,3 +244,5 @@ class Workload:
     dims: ParallelDims
     checkpointing: str
     """Activations that are kept, a key of `activations.KEPT`; the configuration has the trainer's nearest kind."""
+    logits: str
+    """Use of logits by the loop, one of `activations.LOGITS`."""

@@ -19,7 +19,7 @@ from conformance.oracles.schedule import Event
 from conformance.oracles.tp_schedule import shards
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
-from conformance.sizing.activations import KEPT, estimated_profile, estimated_stages_profile, kept_for_backward
+from conformance.sizing.activations import KEPT, LOGITS, estimated_profile, estimated_stages_profile, kept_for_backward
 from conformance.sizing.decoder import Decoder, Workload
 from conformance.sizing.fixed_costs import FixedCost, fixed_costs
 from conformance.sizing.models import read_model
@@ -49,6 +49,7 @@ _CHOICES = {
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
     "activation_checkpointing": tuple(KEPT),
+    "logits": LOGITS,
     "groups": ("blocks-and-ends", "blocks"),
 }
 _LARGEST = 2**40
@@ -75,6 +76,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule of a mesh with pp, one of `PIPELINES`."""
     offload: str = "none"
     activation_checkpointing: str = "none"
+    logits: str = "kept"
+    """Use of the model's output by the loop, one of `LOGITS`."""
+    loss_parallel: bool = False
+    """True if logits stay sharded over tensor parallelism."""
     groups: str = "blocks-and-ends"
     """Grouping of embedding, norm and output, see `TrainerConfig.grouping`."""
     fixed_costs: str | None = None
@@ -297,6 +302,7 @@ def configuration(request: Request) -> Workload:
         "reshard": _reshard(request.reshard),
         "accumulation": request.accumulation,
         "offload": request.offload,
+        "loss_parallel": request.loss_parallel,
         "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
         "activation_checkpointing": request.activation_checkpointing.removesuffix("-op"),
         "grouping": request.groups,
@@ -316,7 +322,7 @@ def configuration(request: Request) -> Workload:
         f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
     )
     reshard_policy(config, dims, torch.device("cpu"))  # refuses what the trainer refuses
-    return Workload(decoder, config, dims, request.activation_checkpointing)
+    return Workload(decoder, config, dims, request.activation_checkpointing, request.logits)
 
 
 def _require_modelled(decoder: Decoder, request: Request, dims: ParallelDims) -> None:

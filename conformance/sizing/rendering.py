@@ -136,7 +136,7 @@ def _heading(request: Request, predicted: Prediction) -> str:
         f"{name}, {predicted.parameters / 1e9:.2f} billion parameters"
         f"{active if predicted.active_parameters < predicted.parameters else ''}: "
         f"{request.mesh} ({predicted.ranks} ranks), {request.precision},\nreshard {request.reshard}, activation "
-        f"checkpointing {request.activation_checkpointing}, offload {request.offload}, "
+        f"checkpointing {request.activation_checkpointing}, logits {request.logits}, offload {request.offload}, "
         f"{request.batch} x {request.seq_len} tokens"
     )
 

@@ -75,6 +75,8 @@ def simulation(request: Request) -> Simulation:
         raise UsageError(
             f"mesh {request.mesh} cannot be simulated: stages would wait for each other; leave out --simulate"
         )
+    if request.logits != "kept":
+        raise UsageError(f"logits {request.logits} cannot be simulated: the trainer keeps them; leave out --simulate")
     _require_fakes()
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     step = fake_step(config, dims)

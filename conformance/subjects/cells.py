@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from conformance.plan.cells import Cell
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.plan.mesh import Mesh
 
 MeshName = Literal["dp2", "hsdp2x2", "dp2-tp2"]
@@ -115,7 +117,16 @@ def subject_cell(
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Return the cell with the same model and data whose reference a cell is compared with: one for many cells."""
+    """Return the cell with the same model and data whose reference a cell is compared with: one for many cells.
+
+    It is in bf16, beside fp32, if a cell of the profile that is compared with it is.
+    """
+    data = _workload_cell(cell)
+    in_bf16 = any(each.precision != "fp32" and _workload_cell(each) == data for each in (cell, *TRAINER_CELLS))
+    return replace(data, precision="bf16-mp") if in_bf16 else data
+
+
+def _workload_cell(cell: Cell) -> Cell:
     mesh = Mesh.parse(cell.mesh)
     return Cell(
         mesh=f"dp{mesh.dp_replicate * mesh.dp_shard}",

@@ -229,7 +229,7 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     updates: list[OwnErrors]
     """Own errors of the change since the start, by step."""
     bf16_gradients: OwnErrors | None
-    """Own errors of bf16 in the first step."""
+    """Own errors of bf16 in the first step; None if no cell with the same workload computes in bf16."""
     bf16_matmul_dtypes: list[str]
     activations: list[ActivationMemory]
     """Memory in fp32 by data-parallel rank, of each the most that a micro-batch of the run needs."""
@@ -268,6 +268,8 @@ class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: str
     workload: Workload
+    in_bf16: bool
+    """True if a cell that is compared with the reference may compute in bf16."""
     directory: str
 
 

@@ -1,6 +1,5 @@
 """Recorder of a subject: the suite's instruments around a step of the subject."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,6 +34,7 @@ from conformance.subjects.data import tensors
 from conformance.subjects.facts import ShardedParameter, StepCalls, SubjectFacts
 from conformance.subjects.loop import Loop, scalar
 from conformance.subjects.memory_log import BUILD, MemoryLog
+from conformance.subjects.optimizers import learning_rates
 from conformance.subjects.protocol import Built, SubjectMistake, module_names, reference_name
 from reference_trainer.observer import Phase
 
@@ -171,6 +171,7 @@ class SubjectRecorder:
     def replace(self, run: Built) -> None:
         """Go on with another run, which loads the state of the first one; `built` is called next."""
         self._logged_norms += getattr(self._run, "norms", [])
+        self._learning_rates += getattr(self._run, "learning_rates", [])
         self._run = run
 
     @torch.no_grad()
@@ -332,8 +333,8 @@ class SubjectRecorder:
         If nobody told that clipping began, it was when gradients were reduced, as they were first told to be.
         """
         self._clipped += 1
-        stepping = self._run.stepping(step) if hasattr(self._run, "stepping") else self._run.optimizer
-        self._learning_rates.append(learning_rates(stepping))
+        if not hasattr(self._run, "learning_rates"):
+            self._learning_rates.append(learning_rates(self._run.optimizer))
         if self._phase != "clip" and self._before_clip is not None:
             self._collectives.rename_phase("clip", since=self._before_clip)
         with self.unseen(), torch.no_grad():
@@ -387,7 +388,7 @@ class SubjectRecorder:
             out_of_turn=getattr(run, "out_of_turn", []),
             by_products=self._by_products,
             kept_matmul_dtypes=dtypes.get(MATMULS_OF_KEPT_GROUPS, []),
-            learning_rates=self._learning_rates,
+            learning_rates=self._learning_rates + getattr(run, "learning_rates", []),
             by_suite=run.by_suite if isinstance(run, Loop) else [],
             is_own_model=getattr(run, "makes_own_model", False),
             memory=self._memory.facts(),
@@ -430,11 +431,6 @@ class SubjectRecorder:
     def _held(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
         return [names.get(id(parameter), "?") for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def learning_rates(optimizer: Optimizer) -> list[float]:
-    """Return the present learning rate of each group of an optimizer's parameters; NaN for one that has none."""
-    return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
 
 
 def _layout_of(parameter: nn.Parameter) -> ShardedParameter:

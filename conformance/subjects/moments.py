@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from conformance.subjects.feeding import RunIsOver
 from conformance.subjects.finding import ModelSearch, optimizers_of
-from conformance.subjects.optimizers import joined, parameters_of
+from conformance.subjects.optimizers import joined, learning_rates, parameters_of
 from conformance.subjects.protocol import StepObserver, SubjectMistake
 from conformance.subjects.turns import Turn
 from conformance.subjects.wrapping import replaced_everywhere
@@ -47,6 +47,7 @@ class _Found(Protocol):
     model: nn.Module
     optimizer: Optimizer
     scale_in_clipping: float
+    learning_rates: list[list[float]]
     out_of_turn: list[str]
 
     def found(self, by_turn: Sequence[Sequence[Optimizer]]) -> None:
@@ -70,6 +71,8 @@ class Count:
         """Backward passes before the first optimizer stepped."""
         self.stepped: set[int] = set()
         """Parameters, by id, whose optimizer has stepped."""
+        self.steppers: dict[frozenset[int], tuple[Optimizer, list[float]]] = {}
+        """Optimizer that has stepped last of those with the same parameters, and its learning rates before it."""
 
     def agrees_with(self, micro_batches: int) -> bool:
         """Return whether the step can have been one of so many micro-batches."""
@@ -101,6 +104,8 @@ class Moments:
         self._turns, self._stepping = turns, [frozenset[int]()]
         """Turns, and the parameters, by id, whose optimizers step in each."""
         self._made: list[Optimizer] = []
+        self._optimizers: list[list[Optimizer]] = []
+        """Optimizers of each turn."""
         self._is_found = False
         self._calling = ExitStack()
         self._taken = 0
@@ -210,14 +215,18 @@ class Moments:
             else frozenset(held)
             for turn in self._turns
         ]
-        by_turn = self._by_turn(optimizers)
-        self._run.model, self._run.optimizer = model, joined([each for own in by_turn for each in own])
-        self._run.found(by_turn)
+        self._optimizers = self._by_turn(optimizers)
+        self._run.model = model
+        self._tell_optimizers()
+        self._run.found(self._optimizers)
         self._is_found = True
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module in (model, *sharded):  # before FSDP's own hooks, which gather
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_pre_hook(self._count_call)
+
+    def _tell_optimizers(self) -> None:
+        self._run.optimizer = joined([each for own in self._optimizers for each in own])
 
     def _by_turn(self, optimizers: Sequence[Optimizer]) -> list[list[Optimizer]]:
         """Return the optimizers of each turn: one that holds parameters of several turns is the first one's."""
@@ -353,6 +362,7 @@ class Moments:
         if not callable(closure) and self._is_out_of_turn(optimizer):
             return None
         self._in_step += 1
+        self._count.steppers[_parameter_ids(optimizer)] = optimizer, learning_rates(optimizer)
         if self._in_step > 1:
             return None
         if callable(closure) and not self._count.backward_passes:
@@ -475,15 +485,32 @@ class Moments:
             return
         self._count.stepped |= {id(parameter) for parameter in parameters_of(optimizer)}
         if self._count.stepped >= self._stepping_now:
+            self._take_steppers()
             self._tell("idle")
             if len(self._turns) == 1:  # a turn may compute the model several times
                 self._ended(self._count, self._accumulation[self._taken])
             self._taken += 1
             self._count = Count()
 
+    def _take_steppers(self) -> None:
+        """Keep the learning rates of the step, and let an optimizer that has stepped replace one that has not.
+
+        A loop may make an optimizer again, of the same parameters, and only one of the two steps.
+        """
+        own, steppers = self._optimizers[self._taken % len(self._turns)], self._count.steppers
+        stepped = [steppers.get(_parameter_ids(each), (each, learning_rates(each))) for each in own]
+        self._run.learning_rates.append([rate for _, rates in stepped for rate in rates])
+        if [each for each, _ in stepped] != own:
+            own[:] = [each for each, _ in stepped]
+            self._tell_optimizers()
+
     def _tell(self, phase: Phase) -> None:
         self._phase = phase
         self._observer.phase(phase, step=self._step)
+
+
+def _parameter_ids(optimizer: Optimizer) -> frozenset[int]:
+    return frozenset(map(id, parameters_of(optimizer)))
 
 
 def _unless_initialized(function: Callable[..., Any]) -> Callable[..., Any]:

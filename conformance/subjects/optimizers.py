@@ -1,5 +1,6 @@
 """Several optimizers as one: a step of training is a step of each, as of Muon for matrices and AdamW for the rest."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,3 +70,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that an optimizer holds."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """Return the present learning rate of each group of an optimizer's parameters; NaN for one that has none."""
+    return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]

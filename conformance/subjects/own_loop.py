@@ -28,7 +28,7 @@ from conformance.subjects.finding import ModelSearch, require_same_optimizers
 from conformance.subjects.loop import scalar
 from conformance.subjects.moments import Count, Moments
 from conformance.subjects.one_process import made_on
-from conformance.subjects.optimizers import MakeOptimizer, joined, made, members
+from conformance.subjects.optimizers import MakeOptimizer, made, members
 from conformance.subjects.packages import versions_of
 from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 from conformance.subjects.reference import SEED, aliases
@@ -190,6 +190,8 @@ class OwnLoopRun:
         self.optimizer: Optimizer = sgd([nn.Parameter(torch.zeros(1))])  # both until the loop has made its own
         self.norms: list[float] = []
         """Norm of each step's gradients as the loop tells it; empty if it tells none."""
+        self.learning_rates: list[list[float]] = []
+        """Learning rates with which the optimizers of each step have stepped, by group of parameters."""
         self.makes_own_model = True
         """False if the loop has asked for the model of `model=`, whose initial weights are known."""
         self.scale_in_clipping = 1.0
@@ -198,7 +200,6 @@ class OwnLoopRun:
         """Sentences about optimizers that have stepped, or gradients that were clipped, in the turn of others."""
         self._subject, self._cell, self._device, self._max_norm = subject, cell, device, max_norm
         self._turns = turns_of(subject)
-        self._by_turn: Sequence[Sequence[Optimizer]] = []
         self._own_model: nn.Module | None = None
         """Model that the loop has been given; the suite finds it although the loop calls its parts alone."""
         self._names = _names_of(subject, cell)
@@ -227,7 +228,6 @@ class OwnLoopRun:
         """
         assert self._observer is not None, "the loop does not run"
         self._own_model = None  # of which a loop may have used the weights alone, for a model of its own
-        self._by_turn = by_turn
         if self._load_from is None:
             expected = _optimizers_of(self._subject, self._cell)
             require_same_optimizers(by_turn, expected, rank=dist.get_rank())
@@ -303,10 +303,6 @@ class OwnLoopRun:
     def is_trained(self, name: str, step: int) -> bool:
         """Return whether the optimizer that steps in a step of the run has a parameter."""
         return turn_of(self._subject, step).trains(name)
-
-    def stepping(self, step: int) -> Optimizer:
-        """Return the optimizer that steps in a step of the run, or all that step together as one."""
-        return joined(self._by_turn[step % len(self._turns)])
 
     def _losses(self, told: Sequence[Any], steps: int) -> list[float]:
         """Return the losses that the loop has told, and keep the norms."""

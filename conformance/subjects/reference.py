@@ -24,7 +24,8 @@ from conformance.subjects.advancing import advancing_buffers, buffers_of, put_ba
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
-from conformance.subjects.measuring import MATMULS_IN_FORWARD, learning_rates
+from conformance.subjects.measuring import MATMULS_IN_FORWARD
+from conformance.subjects.optimizers import learning_rates
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
 from conformance.subjects.turns import Turn, turns_of
 

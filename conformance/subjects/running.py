@@ -101,7 +101,12 @@ class SubjectRuns:
     def reference(self, cell: Cell) -> Reference:
         """Return the reference with which a cell is compared, which ranks without a defect have made."""
         base = reference_cell(cell)
-        job = ReferenceJob(subject=self.subject, workload=self._options(cell).workload, directory="")
+        job = ReferenceJob(
+            subject=self.subject,
+            workload=self._options(cell).workload,
+            in_bf16=base.precision != "fp32",
+            directory="",
+        )
         directory = self._alone("train_reference", base, _payload(job), of=cell)
         return _reference(directory)
 

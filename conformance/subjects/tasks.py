@@ -164,7 +164,7 @@ def train_reference(context: RankContext, payload: dict[str, Any]) -> Any:
         ]
         gradients, updates = raised(gradients, by_gradients), raised(updates, by_updates)
     _write(Path(job.directory), exact, runs[0])
-    in_bf16 = _runs(subject, lambda cell: cell.precision == "bf16")
+    in_bf16 = job.in_bf16 and _runs(subject, lambda cell: cell.precision == "bf16")
     bf16 = _bf16(subject, job.workload, exact, max_norm, updates) if in_bf16 else _Bf16()
     trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)

@@ -48,6 +48,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/collectives.py": "functional collectives name their group",
     "conformance/instruments/held_storages.py": "nothing public tells whether a storage is alive without keeping it so",
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
+    "conformance/instruments/ring_attention.py": "its options have no public name; an error names them if gone",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
     "conformance/sweeps/checkpoint_extension.py": "an option takes extensions, whose classes have no public name",
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",

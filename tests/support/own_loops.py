@@ -268,6 +268,22 @@ class Scheduled(Trainer):
         self.schedule.step()
 
 
+class OptimizerRemade(Scheduled):
+    """Trainer that makes its optimizer again, whose learning rate the schedule of the first one leaves alone."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.optimizer = sgd(self.model.parameters())
+
+
+class ScheduledAfterRemaking(OptimizerRemade):
+    """Trainer that makes its optimizer again, and then its schedule."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(config)
+        self.schedule = StepLR(self.optimizer, 1, gamma=0.5)
+
+
 class Scaled(Trainer):
     """Trainer with a loss scale, and without clipping by torch: gradients are those that the scaler leaves."""
 
@@ -478,6 +494,8 @@ gathered_ahead, taught = loop(GatheredAhead), loop(Taught, loss=taught_loss)
 closure, recomputed, two_calls = loop(Closure), loop(Recomputed), loop(altered(loss=loss_of_two_calls))
 scaled, one_backward, divided_afterwards = loop(Scaled), loop(OneBackward), loop(DividedAfterwards)
 scheduled = loop(Scheduled, optimizer=sgd, scheduler=halving)
+optimizer_remade = loop(OptimizerRemade, optimizer=sgd, scheduler=halving)
+scheduled_after_remaking = loop(ScheduledAfterRemaking, optimizer=sgd, scheduler=halving)
 scheduled_by_micro_batch = loop(ScheduledByMicroBatch, optimizer=sgd, scheduler=halving)
 clipped_while_scaled = loop(altered(Scaled, clip=Trainer.clip))
 changed_between_steps = loop(altered(update=update_and_halve_head))

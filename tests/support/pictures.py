@@ -1,37 +1,69 @@
-"""Pictures of docs/: `python -m tests.support.pictures PASSING FAILING`, which are directories of reports.
+"""Pictures of docs/: `python -m tests.support.pictures PASSING FAILING STOPPED SITE`.
 
-Such reports are those of `pytest -n auto conformance/ --profile smoke --report-dir PASSING`, and of the same with
-`--defect grads-summed --report-dir FAILING`. Needed besides Chromium: pngquant, which makes a third of a file.
+The first three are directories of reports: those of `pytest -n auto conformance/ --profile smoke --report-dir PASSING`,
+of the same with `--defect grads-summed`, and with `-x` besides. SITE is what `conformance site` wrote. With `--every
+DIR` each of the four goes into DIR instead, at both widths, light and dark. Needed besides Chromium: pngquant, which
+makes a third of a file.
 """
 
 import argparse
 import subprocess
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from conformance.project import PROJECT
 from tests.support.browser import chrome
 
 WIDE, NARROW = (1000, 640), (400, 860)
 """Widths, and heights at which a window ends above commands, which name directories of the machine."""
+EVERY_WIDTH = ((1400, 900), (400, 900))
+
+
+class Picture(NamedTuple):
+    """Window with a page, and the file that shows it."""
+
+    page: Path
+    size: tuple[int, int]
+    dark: bool
+    file: Path
 
 
 def main() -> None:
-    """Write the pictures of a passing report, of a failing one, and of the failing one on a phone in the dark."""
+    """Write the pictures of docs/, or of every page in every window."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("passing", type=Path)
-    parser.add_argument("failing", type=Path)
+    for name in ("passing", "failing", "stopped", "site"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--every", type=Path, metavar="DIR")
     options = parser.parse_args()
-    pictures = {
-        "report": (options.passing, WIDE, False),
-        "report_failed": (options.failing, WIDE, False),
-        "report_failed_on_a_phone": (options.failing, NARROW, True),
-    }
+    pages = {name: getattr(options, name).resolve() / "report.html" for name in ("passing", "failing", "stopped")}
+    pages["site"] = options.site.resolve() / "index.html"
     with chrome() as window:
-        for name, (directory, (width, height), dark) in pictures.items():
-            window.open(directory.resolve() / "report.html", width=width, height=height, dark=dark)
+        for page, (width, height), dark, file in every(pages, options.every) if options.every else documented(pages):
+            window.open(page, width=width, height=height, dark=dark)
             small = ["pngquant", "--strip", "128", "-"]
             picture = subprocess.run(small, input=window.screenshot(), stdout=subprocess.PIPE, check=True).stdout
-            (PROJECT / "docs" / f"{name}.png").write_bytes(picture)
+            file.write_bytes(picture)
+
+
+def documented(pages: dict[str, Path]) -> list[Picture]:
+    """Return the pictures that README and docs/report.md show."""
+    docs = PROJECT / "docs"
+    return [
+        Picture(pages["passing"], WIDE, False, docs / "report.png"),
+        Picture(pages["failing"], WIDE, False, docs / "report_failed.png"),
+        Picture(pages["failing"], NARROW, True, docs / "report_failed_on_a_phone.png"),
+        Picture(pages["site"], WIDE, False, docs / "site.png"),
+    ]
+
+
+def every(pages: dict[str, Path], directory: Path) -> list[Picture]:
+    """Return pictures of all pages at both widths, light and dark."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return [
+        Picture(page, size, dark, directory / f"{name}-{size[0]}-{'dark' if dark else 'light'}.png")
+        for (name, page), size, dark in product(pages.items(), EVERY_WIDTH, (False, True))
+    ]
 
 
 if __name__ == "__main__":

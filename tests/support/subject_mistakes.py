@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from conformance.subjects import ParallelConfig
@@ -120,6 +120,25 @@ def clip_one_by_one(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     return norm
 
 
+def clip_layer_by_layer(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip weight and bias of each layer by a separate norm."""
+    given = [*parameters]
+    norms = [clip_grad_norm_(given[first : first + 2], max_norm) for first in range(0, len(given), 2)]
+    return norms[-1]
+
+
+def clip_without_first_layer(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    return clip_grad_norm_([*parameters][2:], max_norm)
+
+
+def clip_by_last_layer(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip all gradients by the norm of those of the last layer."""
+    given = [*parameters]
+    norm = get_total_norm([each.grad for each in given[-2:] if each.grad is not None])
+    clip_grads_with_norm_(given, max_norm, norm)
+    return norm
+
+
 def local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
@@ -175,6 +194,8 @@ no_final_sync = mistaken(is_synchronised=lambda _loop, _step, is_last: False)
 no_sync_after_first_step = mistaken(is_synchronised=lambda _loop, step, is_last: is_last and step == 0)
 gradient_reduced_again = mistaken(reduced=reduce_again("up.weight"))
 local_norm, norm_of_copies = owner(clip=clip_locally), owner(clip=clip_with_copies)
+norms_of_layers, layer_not_clipped = owner(clip=clip_layer_by_layer), owner(clip=clip_without_first_layer)
+norm_of_last_layer = owner(clip=clip_by_last_layer)
 not_clipped = mistaken(clip=lambda loop: clip_grad_norm_(loop.model.parameters(), float("inf")))
 clipped_twice = mistaken(clip=clip_twice)
 other_collectives = mistaken(reduced=leave_out_a_collective)

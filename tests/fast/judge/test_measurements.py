@@ -3,6 +3,7 @@
 import math
 from math import inf
 
+import msgspec
 import pytest
 
 from conformance.bound import bound
@@ -37,6 +38,14 @@ def test_a_measurement_shows_the_formula_of_its_bound_and_the_terms() -> None:
     assert (metric.kind, metric.at, metric.upper) == ("rounding", "w", 2 * 2.0**-24 * 316)
     assert metric.formula == "2 e, e = u (3 F + sqrt(tokens))"
     assert metric.terms == {"u": 2.0**-24, "F": 100.0, "tokens": 256}
+
+
+def test_a_report_can_have_a_bound_of_a_norm_that_is_not_finite() -> None:
+    with collecting() as measured:
+        measure("clipped", inf, kind="rounding", upper=bound("c + e / norm", c=0.5, e=1e-6, norm=math.nan), unit="x")
+    (read,) = msgspec.json.decode(msgspec.json.encode(measured), type=dict[str, Measurement]).values()
+    assert read.terms == {"c": 0.5, "e": 1e-6}
+    assert read.upper is None
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_an_incomplete_session_without_a_failure_says_so_once_and_has_no_empty_t
     assert "seconds" not in text
 
 
+def test_an_incomplete_session_does_not_hide_an_error_of_the_suite() -> None:
+    text = terminal(report(case("PAR-1/a", "error"), case("MP-1/a", "not-run"), executed=1, exit_code=5))
+    assert text.startswith("INCOMPLETE (1 of 2 cases run, 1 error of the suite): torch 2.13.0")
+    assert "error: PAR-1/a: why error" in text
+
+
 def test_failures_come_before_the_table_and_cases_that_were_not_judged_after_it() -> None:
     text = terminal(session())
     failed, table, unjudged = (text.index(word) for word in ("What failed: 5 cases of 2 laws\n", "law  ", "waived, 2"))

@@ -36,6 +36,9 @@ console.log(JSON.stringify({ chosen: words(found["chosen"] || made("")), differe
 """
 
 
+_GIVEN = [("2.10.0", "smoke"), ("2.10.0", "pr"), ("2.6.0", "pr")]
+
+
 def reports() -> list[Report]:
     """Two versions: one case begins to fail, one is waived in both, one is new."""
     waived = replace(case(f"CLIP-4/{DP}", "waived"), reason="https://github.com/pytorch/pytorch/issues/1: local; off")
@@ -58,6 +61,16 @@ def test_columns_laws_and_findings() -> None:
     ]
     assert content.data.verdicts == ["wp ", "wfp"]
     assert len(set(CODES.values())) == len(CODES)
+
+
+def test_columns_are_in_the_order_of_versions() -> None:
+    """A shell names 2.10 before 2.6; reports of one version stay in the order that is given."""
+    given = [report(case(f"PAR-1/{DP}"), torch=torch, profile=profile) for torch, profile in _GIVEN]
+    assert [(column.torch, column.profile) for column in content_of(given).columns] == [
+        ("2.6.0", "pr"),
+        ("2.10.0", "smoke"),
+        ("2.10.0", "pr"),
+    ]
 
 
 def test_the_page_is_whole_loads_its_own_files_alone_and_escapes_texts() -> None:

@@ -56,7 +56,15 @@ def hf_config(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_every_model_that_is_shipped_is_known() -> None:
-    assert model_names() == ["codellama-34b", "llama2-7b", "llama3-70b", "llama3-8b", "llama3.1-405b"]
+    assert model_names() == [
+        "codellama-34b",
+        "llama2-7b",
+        "llama3-70b",
+        "llama3-8b",
+        "llama3.1-405b",
+        "qwen3-14b",
+        "qwen3-32b",
+    ]
 
 
 def test_a_yaml_file(tmp_path: Path) -> None:
@@ -81,6 +89,8 @@ class Published(Config, frozen=True, kw_only=True):
     """Sizes in a published config.json."""
 
     source: str
+    confirmed: str
+    """Place of the same values: a file of another project, or the defaults of the class in transformers."""
     billions: float
     active: float | None = None
     config: dict[str, Any]
@@ -123,6 +133,16 @@ def test_as_many_parameters_as_published_and_in_transformers(published: Publishe
     assert decoder.parameters / 1e9 == pytest.approx(published.billions, rel=0.01)
     active = published.active or published.billions
     assert decoder.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [each.source for each in PUBLISHED if each.confirmed == "defaults of transformers"])
+def test_values_that_are_the_defaults_of_the_class(name: str) -> None:
+    (published,) = (each for each in PUBLISHED if each.source == name)
+    text = published.config.get("text_config", published.config)
+    class_ = CONFIG_MAPPING[text["model_type"]]()
+    assert {key: getattr(class_, key) for key in text if key not in NO_ARGUMENTS} == {
+        key: value for key, value in text.items() if key not in NO_ARGUMENTS
+    }
 
 
 def test_every_architecture_is_compared() -> None:

@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
+from conformance.sizing.activations import LOGITS
 from conformance.sizing.device import DeviceFit, device_fit
 from conformance.sizing.fixed_costs import parse_bytes
 from conformance.sizing.models import MODELS
 from conformance.sizing.prediction import KINDS, Prediction, Request, prediction
+from conformance.sizing.published import Published, read_published
 from conformance.sizing.rendering import prediction_text
 
 _GIB = 1024**3
@@ -190,7 +192,7 @@ def test_text() -> None:
     request = Request(model="llama3-8b", mesh="dp8")
     assert set(lines(prediction_text(request, prediction(request)))) >= {
         "llama3-8b, 8.03 billion parameters: dp8 (8 ranks), bf16-mp,",
-        "reshard default, activation checkpointing none, offload none, 1 x 8192 tokens",
+        "reshard default, activation checkpointing none, logits kept, offload none, 1 x 8192 tokens",
         "sharded parameters 3.74 3.74 3.74 3.74 3.74",
         "gradients 0.00 0.00 3.74 3.74 0.00",
         "temporaries 9.91 7.83 0.00 0.52 0.00",
@@ -290,6 +292,44 @@ def test_torchtitans_checkpointing_keeps_what_it_has_published() -> None:
     op, full = (predict("llama2-7b", activation_checkpointing=kind, **options) for kind in ("selective-op", "full"))
     peaks = [max(memory.peak_bytes for memory in each.phases.values()) for each in (op, full)]
     assert (peaks[0] - peaks[1]) / _GIB == pytest.approx(49.54 - 22.73, abs=0.01)
+
+
+@pytest.mark.parametrize("run", [run for run in read_published() if run.counted == "active"], ids=lambda run: run.run)
+def test_published_active_memory(run: Published) -> None:
+    """Nothing of a prediction was fitted to these figures."""
+    peaks = [memory.peak_bytes for memory in prediction(run.request).phases.values()]
+    assert max(peaks) / _GIB == pytest.approx(run.published_gib, rel=0.03)
+
+
+def test_reserved_memory_bounds_what_is_predicted_without_a_compiler() -> None:
+    for run in read_published():
+        peak_gib = max(memory.peak_bytes for memory in prediction(run.request).phases.values()) / _GIB
+        assert run.counted == "active" or (peak_gib < run.published_gib) == ("compile" not in run.why)
+
+
+def test_logits_that_are_held() -> None:
+    """128 tokens and 512 words: 4 bytes each in fp32, 2 in bf16."""
+    held = {logits: small(logits=logits).activation_bytes for logits in LOGITS}
+    logits_bytes = 4 * 128 * 512
+    assert held["kept"] - held["freed"] == logits_bytes // 2
+    assert held["kept-fp32"] - held["freed"] == logits_bytes
+    assert held["freed"] - held["chunked"] == logits_bytes  # the logarithms
+    with pytest.raises(ValueError, match="logits some: choose from kept, kept-fp32, freed, chunked"):
+        small(logits="some")
+
+
+def test_logits_that_stay_sharded() -> None:
+    whole, sharded = (small(mesh="dp2-tp2", logits="freed", loss_parallel=parallel) for parallel in (False, True))
+    assert whole.activation_bytes - sharded.activation_bytes == 4 * 128 * 512 // 2
+    alone = [small(loss_parallel=parallel).phases for parallel in (False, True)]
+    assert alone[0] == alone[1]
+
+
+def test_what_tensor_parallelism_does_not_shard() -> None:
+    """Inputs of products are gathered for each rank, which keeps those of attention and of the feed-forward."""
+    one, two = (small(mesh=mesh, logits="chunked").activation_bytes for mesh in ("dp2", "dp2-tp2"))
+    gathered_bytes = 2 * 64 * 128 * 2 * 4
+    assert two - gathered_bytes == (one - gathered_bytes) // 2
 
 
 # Devices

@@ -10,12 +10,14 @@ import msgspec
 import pytest
 import torch
 
+from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.report.text import headline
 from conformance.report.trainer import FaultSeen, Ingredient, RunPolicy, TrainerFacts, trainer_lines
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.subjects import keeping
+from conformance.subjects.cells import reference_cell
 from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.measuring import uninitialised_is_nan
 from conformance.subjects.packages import versions_of
@@ -185,3 +187,17 @@ def test_a_blind_trainer_is_told() -> None:
 
 def test_packages_are_those_of_the_function_of_a_partial() -> None:
     assert [*versions_of([partial(msgspec.json.decode, strict=False)])] == ["torch", "msgspec"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "reference"),
+    [
+        ("dp2-fp32-default-meta", "dp2-bf16mp-default-full"),  # the one of dp2-bf16mp-default-full
+        ("dp2-tp2-bf16mp-default-full", "dp2-bf16mp-default-full"),
+        ("dp2-fp32-default-full-tied", "dp2-fp32-default-full-tied"),
+        ("hsdp2x2-fp32-default-full-acc2-uneven", "dp4-fp32-default-full-acc2-uneven"),
+        ("dp2-bf16mp-default-full-tied", "dp2-bf16mp-default-full-tied"),  # of no profile
+    ],
+)
+def test_a_reference_is_in_bf16_where_a_cell_of_its_data_is(cell: str, reference: str) -> None:
+    assert reference_cell(cell_from_id(cell)).id == reference

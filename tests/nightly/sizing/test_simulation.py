@@ -112,6 +112,7 @@ def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones(tmp_path: Path
     [
         (["--offload=cpu"], "offload cpu cannot be simulated: the simulated device is the CPU"),
         (["--mesh=pp2-dp4", "--accumulation=2"], "mesh pp2-dp4 cannot be simulated"),
+        (["--logits=freed"], "logits freed cannot be simulated: the trainer keeps them"),
         (["--mesh=dp3-tp3"], "model.n_heads 8 is not divisible by mesh.tp 3"),
         (["--set=n_layers=0"], "model.n_layers is 0, must be at least 1"),
         (["--set=depth=3"], "--set depth=3"),

@@ -40,6 +40,7 @@ def judged(pools: Pools, directory: Path, name: str, cell: Cell = ACCUMULATED) -
         ("one_backward", set()),
         ("divided_afterwards", {"loss"}),
         ("scheduled", set()),
+        ("scheduled_after_remaking", set()),
         ("matrices_apart", set()),
     ],
 )
