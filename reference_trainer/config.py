@@ -233,6 +233,15 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
+class Frozen(Config, frozen=True, kw_only=True):
+    """Parameters that do not train at first, or never."""
+
+    names: str
+    """Regular expression that matches the full names of parameters, such as `layers\\.0\\..*`."""
+    until: int | None = None
+    """Step from which they train. None: they never do."""
+
+
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -306,6 +315,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     also keeps the outputs of matrix products and of attention."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Backend with which each block is compiled."""
+    evaluation: Literal["none", "between-micro-batches"] = "none"
+    """`between-micro-batches`: between two micro-batches of a step the model computes the loss of the first once more,
+    without gradients and dropout."""
     accumulation: int = 1
     """Micro-batches per optimizer step; a pipeline needs at least as many as it has ranks."""
     forward_prefetch: int = 0
@@ -318,6 +330,14 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
     gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
     reduces after the last of its micro-batches: leave this field out."""
+    frozen: tuple[Frozen, ...] = ()
+    """Parameters that do not train: the first entry that matches a name decides."""
+    shard_placement: Literal["rows", "columns"] = "rows"
+    """Dimension of matrices that FSDP shards. `columns`: dimension 1 of those whose columns the shards divide evenly,
+    as torch demands; all other parameters are sharded by rows, as with `rows`."""
+    gradient_divisor: float | None = None
+    """Number by which FSDP divides the sums of gradients over data-parallel ranks. None: the number of these ranks. The
+    loss is scaled so that gradients are those of the step's mean loss in any case."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; supports few of the other options."""
     limit_all_gathers: bool = True
@@ -351,6 +371,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 def _check_compatibility(config: TrainerConfig) -> None:
     """Raise UsageError, with the remedy, for options in conflict."""
     _check_reshard(config)
+    require(not config.frozen or config.mesh.pp == 1, "frozen needs a mesh without a pipeline: leave it out")
+    require(
+        config.evaluation == "none" or (config.accumulation > 1 and config.mesh.pp == 1),
+        f"evaluation {config.evaluation} needs accumulation of at least 2, and a mesh without a pipeline",
+    )
+    require(
+        config.gradient_divisor is None or positive(config.gradient_divisor),
+        f"gradient_divisor is {config.gradient_divisor}, must be positive and finite",
+    )
     require(
         config.offload == "cpu" or not config.pin_memory,
         "pin_memory has no effect with offload none: set offload=cpu, or pin_memory=false",
@@ -488,12 +517,16 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "reshard": ("default", "never"),
     "offload": ("none",),
     "accumulation": (1,),
+    "evaluation": ("none",),
+    "frozen": ((),),
     "activation_checkpointing": ("none",),
     "compile": ("none",),
     "norms_in_tp": (True,),
     "mesh.dp_replicate": (1,),
     "model.tied_embeddings": (False,),
     "grouping": ("blocks-and-ends",),
+    "shard_placement": ("rows",),
+    "gradient_divisor": (None,),
     "optimizer.implementation": ("auto",),
     "optimizer.norm_type": (2.0,),
     "optimizer.error_if_nonfinite": (False,),

@@ -54,14 +54,14 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
-def scaled_for_backward(loss_sum: Tensor, *, dp_size: int, valid_tokens: int) -> Tensor:
+def scaled_for_backward(loss_sum: Tensor, *, divisor: float, valid_tokens: int) -> Tensor:
     """Return the scalar from which backward starts, so that the reduced gradient is that of the step's mean loss.
 
-    `loss_sum` is a scalar of this rank's micro-batch, `valid_tokens` counts the step's over all ranks. FSDP averages
-    gradients over the data-parallel ranks (torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor): multiplying
-    by their number makes the average a sum.
+    `loss_sum` is a scalar of this rank's micro-batch, `valid_tokens` counts the step's over all ranks. FSDP divides the
+    sum of gradients over the data-parallel ranks by `divisor`, which is their number unless it is told another one
+    (torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor): multiplying by it leaves the sum.
     """
-    return loss_sum * (dp_size / valid_tokens)
+    return loss_sum * (divisor / valid_tokens)
 
 
 def summed_loss(logits: Tensor, labels: Tensor, *, arithmetic: Literal["float", "integer"]) -> Tensor:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from reference_trainer.model import Transformer
 
-Phase = Literal["build", "data", "forward", "backward", "unscale", "clip", "optimizer", "idle"]
+Phase = Literal["build", "data", "evaluate", "forward", "backward", "unscale", "clip", "optimizer", "idle"]
 """Phases of a run; `idle` is the time between two steps."""
 StageAction = Literal["forward", "backward", "backward-input", "backward-weight"]
 """Computation of a pipeline's stage on one micro-batch. Backward is one action, or that of the inputs and later that of

@@ -1,10 +1,11 @@
-"""From a plain model to a parallel one, in five steps: see `parallelize`."""
+"""From a plain model to a parallel one, in six steps: see `parallelize`."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
 from reference_trainer.experts import MixtureOfExperts, over_ranks
+from reference_trainer.frozen import freeze
 from reference_trainer.loss import sum_over_dp
 from reference_trainer.mesh import build_expert_mesh, fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
@@ -47,7 +49,7 @@ def parallelize(
     """Parallelise a model in place, on the meta device or with its weights, which are then sharded.
 
     `blocks` are the indices of the blocks to parallelise (default: all); `ends` includes embedding, norm, output and
-    the root. The ends come after all blocks. The order of the five steps is a contract.
+    the root. The ends come after all blocks. The order of the six steps is a contract.
     """
     indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
@@ -77,7 +79,10 @@ def parallelize(
         if ends:
             model.tok_embeddings.register_forward_hook(_wait_for_output)
 
-    # 4. FSDP shards what the steps before have made; its hooks are outermost.
+    # 4. Parameters that never train are frozen before FSDP looks at them.
+    freeze(model, config.frozen)
+
+    # 5. FSDP shards what the steps before have made; its hooks are outermost.
     fsdp = _fsdp_options(config, mesh)
     norms_apart = PRECISIONS[config.precision].norms_apart
     for name, block in chosen.items():
@@ -88,7 +93,10 @@ def parallelize(
     if ends:
         apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart, together=has_group_around_blocks(config))
 
-    # 5. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
+    if ends and config.gradient_divisor is not None:
+        set_gradient_divisor(model, config.gradient_divisor, mesh)
+
+    # 6. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
     if ends and not model.stages:
         apply_prefetch(model, config)
 
@@ -285,11 +293,32 @@ def apply_fsdp_to_ends(
 def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Options of `fully_shard` that all groups have in common."""
     no_offloading = OffloadPolicy()
+    columns = partial(_columns_if_even, shards=mesh["dp_shard"].size()) if config.shard_placement == "columns" else None
     return {
         "mesh": fsdp_mesh(mesh),
+        "shard_placement_fn": columns,
         "mp_policy": mixed_precision_policy(config.precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else no_offloading,
     }
+
+
+def _columns_if_even(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """Shard the columns of a matrix, or of a tensor-parallel rank's part of it, if all shards get equally many."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(1) if local.ndim == 2 and local.shape[1] % shards == 0 else None
+
+
+def set_gradient_divisor(model: Transformer, divisor: float, mesh: DeviceMesh) -> None:
+    """Let each group divide its sums of gradients by this number instead of that of ranks.
+
+    NCCL alone can scale within a reduction, see `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`: with
+    other backends FSDP has to sum, and to divide afterwards.
+    """
+    sums = dist.get_backend(fsdp_mesh(mesh).get_group("dp_shard")) != "nccl"
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(sums)
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:

@@ -1,7 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision,
-reshard, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
+reshard, frozen, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint,
+nonfinite, loop,
 __main__.
 """
 
@@ -17,6 +18,7 @@ from reference_trainer.build import build_model
 from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
+from reference_trainer.frozen import freeze
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
     LossScaler,
@@ -92,6 +94,8 @@ class Trainer:
         """Train one step: forward and backward over all micro-batches, unscale, clip, step."""
         observer = self.observer
         observer.phase("data", step=step)
+        if self.config.frozen:
+            freeze(self.model, self.config.frozen, step=step)
         micro_batches = self.batches.micro_batches(
             step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
         )
@@ -130,9 +134,21 @@ class Trainer:
             with self._loss_context():
                 return loss_sum + self._pipeline.run(micro_batches, start_of_backward=start, step=step)
         for index, (inputs, labels) in enumerate(micro_batches):
+            if index and self.config.evaluation == "between-micro-batches":
+                self._evaluate(*micro_batches[index - 1], step=step)
             set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
             loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
         return loss_sum
+
+    @torch.no_grad()
+    def _evaluate(self, inputs: Tensor, labels: Tensor, *, step: int) -> Tensor:
+        """Return the summed loss of a micro-batch, without gradients and dropout."""
+        self.observer.phase("evaluate", step=step)
+        self.model.eval()
+        with self._loss_context():
+            loss_sum = self._summed_loss(self.model(inputs.to(self.device)), labels.to(self.device))
+        self.model.train()
+        return full_loss(loss_sum)
 
     def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
         """Accumulate the gradient of the step's mean loss; returns the micro-batch's summed loss, a detached scalar.
@@ -157,7 +173,8 @@ class Trainer:
 
     def _start_of_backward(self, loss_sum: Tensor, *, valid_tokens: int) -> Tensor:
         """Return the scalar from which backward starts, from a micro-batch's summed loss."""
-        return self.scaler.scale(scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens))
+        divisor = self.config.gradient_divisor or self.dims.dp
+        return self.scaler.scale(scaled_for_backward(loss_sum, divisor=divisor, valid_tokens=valid_tokens))
 
     def _clip(self) -> Tensor:
         """Clip gradients; returns the total norm before, a plain scalar."""

@@ -156,8 +156,8 @@ def _bounds(
         bounds = around(phase, predicted[phase].peak_bytes)
         return msgspec.structs.replace(bounds, upper=bounds.upper + tables.get(phase, 0))
 
-    busy = _BUSY_PHASES if in_flight else PHASES
-    peaks = {(phase, "peak"): around_peak(phase) for phase in busy}
+    busy = _BUSY_PHASES if in_flight else ("evaluate", *PHASES)
+    peaks = {(phase, "peak"): around_peak(phase) for phase in busy if phase in predicted}
     rests = {
         (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
     }

@@ -57,6 +57,18 @@ def fp16_divided_before_alone(benign: bool, original: Call, *args: Any, **kwargs
     return (predivide, 1.0 if not benign and predivide is not None else postdivide, *operators)
 
 
+@defect("PAR-1", "id = dp2-fp32-default-meta-columns", "pytorch/pytorch/pull/136221")
+@instead_of(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce")
+def columns_scaled_again(
+    benign: bool, original: Call, params: Any, gradients: list[Tensor], group: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Gradients of parameters that are sharded by columns are scaled once more, by the number of ranks."""
+    for index, param in enumerate(params):
+        if param.fsdp_placement.dim == 1:
+            gradients[index] = gradients[index] / (1 if benign else group.size())
+    return original(params, gradients, group, *args, **kwargs)
+
+
 _KERNEL_TOKENS = 1024
 
 

@@ -25,6 +25,7 @@ from conformance.oracles.torch_versions import gradients_stay, traits_of
 from conformance.run.experiment import Needs
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
+from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.mesh import build_mesh
@@ -58,6 +59,7 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
     for block in model.blocks.values():
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
+    freeze(model, config.frozen)
 
 
 def segments_without_fsdp(
@@ -73,6 +75,8 @@ def segments_without_fsdp(
     for _warm in (True, False):
         with ledger() as measured:
             for index, (inputs, labels) in enumerate(micro_batches):
+                if index and config.evaluation != "none":
+                    _evaluate(model, config, *micro_batches[index - 1])
                 reduces, _ = communicates(config, index)
                 marks.reduces = reduces
                 marks.releases = reduces or not gradients_stay(config, traits)
@@ -97,6 +101,14 @@ def set_grad_dtypes(model: nn.Module, config: TrainerConfig, *, reduces: bool) -
         first = parameter.grad is None and not reduces
         replicated = isinstance(parameter, DTensor) and any(where.is_replicate() for where in parameter.placements)
         parameter.grad_dtype = reduce_dtype if first or replicated else None
+
+
+@torch.no_grad()
+def _evaluate(model: Transformer, config: TrainerConfig, inputs: Tensor, labels: Tensor) -> None:
+    device = model.output.weight.device
+    mark("evaluate")
+    with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
+        summed_loss(model(inputs.to(device)), labels.to(device), arithmetic=config.model.arithmetic)
 
 
 def _forward_backward(

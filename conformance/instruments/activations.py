@@ -90,4 +90,5 @@ class _Exit:
 
     def __call__(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
         mark(f"after-forward {self._name}")
-        output.register_hook(lambda _grad: mark(f"backward {self._name}"))  # type: ignore[no-untyped-call]
+        if output.requires_grad:  # not in an evaluation
+            output.register_hook(lambda _grad: mark(f"backward {self._name}"))  # type: ignore[no-untyped-call]

@@ -133,7 +133,7 @@ class CollectiveLog(Observer):
         return {number for number, issuing in self._issuing.items() if issuing and not issuing & own}
 
     def _enter(self, name: str, *_unused: Any) -> None:
-        if self._phase == "forward":  # in backward modules are entered to be computed again
+        if self._phase in ("evaluate", "forward"):  # in backward modules are entered to be computed again
             self._during = name
 
 

@@ -183,6 +183,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     """Fingerprints of RoPE tables, see `dtypes.DtypeAudit.rope_tables`."""
     places: dict[str, list[str]]
     """Kinds of memory by the keys of `dtypes.DtypeAudit`, see `dtypes.DtypeAudit.places`."""
+    gradient_divisors: dict[str, float | None]
+    """Number by which each FSDP module divides gradients, see `fsdp_state.gradient_divisors_of`."""
     offloading: dict[str, str]
     """Offloading policy by parameter, see `fsdp_state.offloading_of`."""
     optimizer_groups: list[OptimizerGroup]

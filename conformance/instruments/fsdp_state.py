@@ -43,6 +43,19 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
     return policies
 
 
+def gradient_divisors_of(model: nn.Module) -> dict[str, float | None]:
+    """Return the number by which each FSDP module divides gradients, by its name; None: that of the ranks.
+
+    Raises RuntimeError for a version of torch whose FSDP keeps it elsewhere.
+    """
+    divisors: dict[str, float | None] = {}
+    with private_state("by what FSDP divides gradients"):
+        for name, module in model.named_modules():
+            for group in _groups(module) if isinstance(module, FSDPModule) else ():
+                divisors[name] = group.gradient_divide_factor
+    return divisors
+
+
 def managed_parameters(model: nn.Module) -> frozenset[int]:
     """Return Python's ids of the sharded parameters that FSDP2 manages.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
 from reference_trainer.observer import Observer, Phase
 
-_PHASES: tuple[Phase, ...] = ("forward", "backward", "clip", "optimizer")
+_PHASES: tuple[Phase, ...] = ("evaluate", "forward", "backward", "clip", "optimizer")
 
 
 class OperatorCount(Observer):
@@ -26,7 +26,7 @@ class OperatorCount(Observer):
         self._current: Counter[str] | None = None
 
     def facts(self) -> dict[str, dict[str, int]]:
-        """Return the number of calls in all steps by phase (forward, backward, clip, optimizer) and operator's name."""
+        """Return the number of calls in all steps by phase, of `_PHASES`, and operator's name."""
         return {phase: dict(sorted(counts.items())) for phase, counts in self._counts.items()}
 
     def phase(self, name: Phase, *, step: int) -> None:

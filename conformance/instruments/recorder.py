@@ -20,7 +20,7 @@ from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
 from conformance.instruments.expert_choices import ExpertChoices
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
-from conformance.instruments.fsdp_state import backward_prefetch_of, offloading_of
+from conformance.instruments.fsdp_state import backward_prefetch_of, gradient_divisors_of, offloading_of
 from conformance.instruments.operators import Operands, OperatorCount
 from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
@@ -202,6 +202,7 @@ class Recorder(Observer):
             dtypes=self._dtypes.facts(),
             rope_tables=self._dtypes.rope_tables(),
             places=self._dtypes.places(),
+            gradient_divisors=gradient_divisors_of(trainer.model),
             offloading=offloading_of(trainer.model),
             optimizer_groups=_optimizer_groups(trainer.model, trainer.optimizer),
             operators=self._operators.facts(),

@@ -16,7 +16,7 @@ from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
 from conformance.localisation.walk import container
 from conformance.oracles import pipeline
-from conformance.oracles.schedule import Event, fsdp_groups, group_of, kept_after_forward, shard_numels
+from conformance.oracles.schedule import Event, fsdp_groups, group_of, kept_after_forward, reduced_numels, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import step_events
 from conformance.plan.cells import Cell
@@ -225,7 +225,8 @@ def expected_groups(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, 
     if dims.pp > 1:
         return pipeline.fsdp_groups(config, dims, pipeline.order(config, rank=pp_rank))
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
-    return fsdp_groups(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
+    numels, reduced = (count(shapes, config, shards=dims.dp_shard) for count in (shard_numels, reduced_numels))
+    return fsdp_groups(config, dims, numels, reduced)
 
 
 def _stream(each: Event | Collective) -> Stream:

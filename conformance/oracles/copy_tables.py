@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Shapes, group_of
+from conformance.oracles.schedule import Shapes, group_of, sharded_first
 from conformance.oracles.torch_versions import VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -37,7 +37,7 @@ def largest_tables_bytes(
     policy = dtype_policy(config.precision)
     compute, reduce = (int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce))
     groups: dict[str, list[int]] = {}
-    for name, (rows, *rest) in shapes.items():
+    for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
         groups.setdefault(group_of(name, config), []).append(-(-rows // dims.dp_shard) * math.prod(rest))
     gathers = dims.dp_shard > 1 or traits.one_rank_gathers
     copy_out = max(4 * len(shards) + 1 + _tiles(shards, compute) for shards in groups.values()) * gathers

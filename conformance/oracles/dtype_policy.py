@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
 from conformance.torch_release import release
 from reference_trainer.config import OptimizerConfig, TrainerConfig
@@ -120,7 +121,8 @@ def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy
     kinds = ("initial_parameter", "final_parameter", "gradient", *state)
     for name, _ in model.named_parameters():
         dtype = policy.sharded_norms if name.startswith(norms) else policy.sharded
-        yield from ((f"{kind}/{name}", dtype) for kind in kinds)
+        own = kinds if is_trained(name, config, step=config.steps - 1) else kinds[:2]
+        yield from ((f"{kind}/{name}", dtype) for kind in own)
     for name, buffer in model.named_buffers():
         dtype = str(buffer.dtype).removeprefix("torch.")
         yield from ((f"{kind}/{name}", dtype) for kind in ("initial_buffer", "final_buffer"))

@@ -26,6 +26,7 @@ from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.expert_routing import share_load
+from conformance.oracles.frozen import is_trained
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
@@ -109,7 +110,8 @@ def _emulated(
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     batch = (inputs.to(kernels), labels.to(kernels))
     masters = {name: master.to(kernels) for name, master in masters.items()}
-    scale = _data_parallel_size(config) / int((labels != IGNORED_LABEL).sum())
+    divisor = config.gradient_divisor or _data_parallel_size(config)
+    scale = divisor / int((labels != IGNORED_LABEL).sum())
     model = initial_model(config).to(kernels)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(_compute_dtype(config))
@@ -118,7 +120,12 @@ def _emulated(
     loss_of = _loss_function(config, forward or model, ring)
     if config.model.n_experts:
         loss_of = _with_balance(loss_of, model)
-    leaves = _leaves(model, forward)
+    copied = [name for name in (forward.copied if forward else ()) if is_trained(name, config, step=step)]
+    leaves = {
+        name: leaf
+        for name, leaf in _leaves(model, forward).items()
+        if is_trained(name.partition("@")[0], config, step=step)
+    }
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
     observed = partial(observe, model)
@@ -130,13 +137,13 @@ def _emulated(
         loss, gradients = _local_gradients(
             config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale
         )
-    rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
+    rounds = _reduce_scatter_inputs(config, gradients, copied=copied, ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
     reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))
     conditions = {name: _ratio(size[name].norm(), grad.norm()) for name, grad in reduced.items()}
     return Emulation(
-        loss=loss * scale / _data_parallel_size(config),
+        loss=loss * scale / divisor,
         gradients={name: grad.cpu() / loss_scale for name, grad in reduced.items()},
         conditions=conditions,
         uncast=[Reduction(*(_coarsened(each, masters) for each in pair)) for pair in zip(sums, sizes, strict=True)],
@@ -391,14 +398,17 @@ def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
     about the root of the number of ranks, a power of two, and the last is the rest of it
     (`_get_gradient_divide_factors` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). It grows while it
     divides the number of ranks: of three ranks it is 2, and the last 1.5.
+
+    With a `gradient_divisor` ranks sum, and the divisor takes the place of their number.
     """
     size, replicas = _data_parallel_size(config), config.mesh.dp_replicate
+    divisor = config.gradient_divisor or size
     if dtype_policy(config.precision).reduce != FP16:
-        return 1.0, size / replicas, float(replicas)
+        return (1.0, 1.0, divisor) if config.gradient_divisor else (1.0, size / replicas, float(replicas))
     before = 1.0
-    while size % before == 0 and size / before > before:
+    while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return before, 1.0, size / before
+    return before, 1.0, divisor / before
 
 
 def _reduce_scattered(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:

@@ -10,8 +10,9 @@ import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
+from conformance.oracles.frozen import trained
 from conformance.oracles.memory_walk import Usage, Walk
-from conformance.oracles.schedule import Shapes, chunk_size, group_of
+from conformance.oracles.schedule import Shapes, chunk_size, group_of, sharded_first
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -54,7 +55,7 @@ def predict(
 
 
 def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
-    """Return the bytes held in all phases: shards with padding, and as much for each moment of the optimizer."""
+    """Return the bytes held in all phases: shards with padding, and as much of trained ones for each moment."""
     return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
 
 
@@ -64,25 +65,27 @@ def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, *,
     They are its state, of which only the parameters are padded, AdamW's counter of each parameter, and the model's
     table of rotations, both in fp32.
     """
-    counters = len(shapes) if config.optimizer.name == "adamw" else 0
+    counters = len(trained(shapes, config)) if config.optimizer.name == "adamw" else 0
     rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
-    padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, shapes, shard_rank)
+    padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, trained(shapes, config), shard_rank)
     return state_bytes(config, dims, shapes) - padding + torch.float32.itemsize * (counters + rotations)
 
 
 def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
-    """Return the bytes of the optimizer's moments, each as large as the sharded parameters."""
-    return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, shapes)
+    """Return the bytes of the optimizer's moments, each as large as the sharded parameters that train."""
+    return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, trained(shapes, config))
 
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
     """Return the bytes of a rank's sharded parameters, with padding."""
-    return _master_bytes(config) * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
+    ordered = sharded_first(shapes, config, dims.dp_shard).values()
+    return _master_bytes(config) * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in ordered)
 
 
 def _padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, shard_rank: int) -> int:
     """Return the bytes of padding of a rank's sharded parameters; the first rank has none."""
-    own = sum(chunk_size(rows, dims.dp_shard, shard_rank) * math.prod(rest) for rows, *rest in shapes.values())
+    ordered = sharded_first(shapes, config, dims.dp_shard).values()
+    own = sum(chunk_size(rows, dims.dp_shard, shard_rank) * math.prod(rest) for rows, *rest in ordered)
     return parameter_bytes(config, dims, shapes) - _master_bytes(config) * own
 
 
@@ -95,7 +98,7 @@ def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> di
     """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation."""
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
     nbytes: dict[str, int] = {}
-    for name, (rows, *rest) in shapes.items():
+    for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
         group, numel = group_of(name, config), -(-rows // dims.dp_shard) * dims.dp_shard * math.prod(rest)
         nbytes[group] = nbytes.get(group, 0) + numel * compute
     return nbytes

@@ -15,6 +15,7 @@ Buffers of a group, of n elements with padding and s = n / ranks in each shard:
     O  s of the reduce dtype    its output; with HSDP until the end of backward, unless it becomes the gradient
     G  s of the masters' dtype  reduced gradients, until zero_grad
     B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
+    cut                         the last gradient that was cut into columns, of parameters that are sharded by columns
     L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
 
 On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
@@ -34,16 +35,19 @@ import torch
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
     Shapes,
     chunk_size,
     communicates,
     group_of,
     groups,
+    has_shards_of_columns,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
+    sharded_first,
 )
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
@@ -59,13 +63,13 @@ class Root(msgspec.Struct):
     last: str = ""
     """Group that forward leaves last: an outer group is left after its inner groups."""
     left: list[str] = []
-    """Groups in the order in which forward has left them."""
+    """Groups in the order in which forward has left them, and an evaluation before."""
     copied_out: str = ""
     """Output of the all-gather that the last group in forward has copied out."""
 
-    def leave(self, group: str) -> None:
-        """Note that forward has left a group; one that it had left before begins another forward."""
-        if group in self.left:
+    def leave(self, group: str, *, is_stage: bool = False) -> None:
+        """Note that forward has left a group; one that a stage had left before begins another forward."""
+        if is_stage and group in self.left:
             self.left.clear()
         self.left.append(group)
 
@@ -117,7 +121,7 @@ def scalars_of_norms(
 
 
 KINDS = {
-    "gradients": ("G", "B", "L", "last", "partial"),
+    "gradients": ("G", "B", "L", "last", "cut", "partial"),
     "unsharded parameters": ("U", "P"),
     "communication buffers": ("A", "C", "I", "O"),
 }
@@ -145,6 +149,8 @@ class _Parameter(msgspec.Struct, frozen=True):
     """Elements of each rank's shard, with padding."""
     padded: int
     """Elements of all shards together."""
+    by_columns: bool
+    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
 
 
 class Walk:
@@ -170,18 +176,29 @@ class Walk:
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
-        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes) if dims.tp > 1 else 0
+        gradients = trained(shapes, config)
+        self._replicated_over_tp = sum(sharded_dim(name) is None for name in gradients) if dims.tp > 1 else 0
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
         self._parameters: dict[str, list[_Parameter]] = {}
         """Parameters by group."""
-        for name, (rows, *rest) in shapes.items():
+        self._trained: dict[str, list[_Parameter]] = {}
+        """Parameters with gradients by group, also of groups without any."""
+        for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
             shard, row = -(-rows // dims.dp_shard), math.prod(rest)
-            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
+            by_columns = has_shards_of_columns(shapes[name], config, dims.dp_shard)
+            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard, by_columns)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
+            self._trained.setdefault(group_of(name, config), [])
+            if name not in gradients:
+                continue
+            self._trained[group_of(name, config)].append(parameter)
             self._optimizer_groups[0 if rest else 1].append(chunk_size(rows, dims.dp_shard, shard_rank) * row)
-        self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
+        self._shard, self._gradient_shard = (
+            {group: sum(p.shard for p in parameters) for group, parameters in by_group.items()}
+            for by_group in (self._parameters, self._trained)
+        )
         self._roots = roots(config, self._parameters)
         self._held: dict[str, int] = {}
         self._phase = "forward"
@@ -227,6 +244,8 @@ class Walk:
             match segment.mark.split():
                 case ["stage", index]:
                     self._wait_for_gathers(int(index))
+                case ["evaluate"]:
+                    self._phase = "evaluate"
                 case ["forward"]:
                     self._begin_micro_batch(begun)
                     begun += 1
@@ -286,7 +305,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        parameters = sum(len(group) for group in self._parameters.values())
+        parameters = sum(len(group) for group in self._trained.values())
         order = self._config.optimizer.norm_order
         scalars = scalars_of_norms(order, parameters, self._replicated_over_tp, self._dims, self._traits)
         self._note(scalars * torch.float32.itemsize)
@@ -318,7 +337,7 @@ class Walk:
 
     def _after_forward(self, group: str) -> None:
         root = self._root_of(group)
-        root.leave(group)
+        root.leave(group, is_stage=self._is_stage)
         ranks = ranks_after_forward(group, self._config)
         if ranks > 1:
             self._reshard_to(ranks, group)
@@ -338,7 +357,8 @@ class Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        for other in prefetched_in_backward(group, self._root_of(group).left, self._config.backward_prefetch or 1):
+        listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
+        for other in listed or prefetched_in_backward(group, self._root_of(group).left, 1):
             self._unshard(other)
 
     def _after_backward(self, group: str) -> None:
@@ -354,7 +374,11 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
-        self._hold(f"I {group}", self._padded(group) * self._reduce)
+        if not self._trained[group]:
+            self._free("B")
+            return
+        self._put_columns_together(group)
+        self._hold(f"I {group}", self._gradient_shard[group] * self._dims.dp_shard * self._reduce)
         self._note(self._copies_to_fill(group))
         if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
             self._keep_last_gradient(group)
@@ -362,6 +386,20 @@ class Walk:
         self._free(f"L {group}")
         self._reduce_gradients(group)
         self._free("last gradient")
+        self._free("cut")
+
+    def _put_columns_together(self, group: str) -> None:
+        """Copy the gradient of each parameter that is sharded by columns, so that each rank's part is contiguous.
+
+        The gradient is freed when the next one is cut; up to torch 2.14 a variable holds the last one until the group
+        is reduced, see `VersionTraits.last_gradient_until_reduced` (`chunks` there).
+        """
+        itemsize = self._compute if self._held["B"] else self._reduce
+        columns = [parameter.numel * itemsize for parameter in self._trained[group] if parameter.by_columns]
+        if columns:
+            self._note(max(columns))
+            if self._traits.last_gradient_until_reduced:
+                self._held["cut"] = columns[-1]
 
     def _add_up(self, group: str) -> None:
         """Parameter by parameter: the gradient is cast, added to the gradient that waits, and freed."""
@@ -377,8 +415,8 @@ class Walk:
 
     def _gradients(self, group: str) -> list[int]:
         """Bytes of each gradient in B. The embedding's has the full vocabulary on each tensor-parallel rank."""
-        numel = sum(parameter.numel for parameter in self._parameters[group])
-        return [self._held["B"] * parameter.numel // numel for parameter in self._parameters[group]]
+        numel = sum(parameter.numel for parameter in self._trained[group])
+        return [self._held["B"] * parameter.numel // numel for parameter in self._trained[group]]
 
     def _copies_to_fill(self, group: str) -> int:
         """Bytes that the CPU needs in addition to gradients and I.
@@ -386,8 +424,8 @@ class Walk:
         `_chunk_cat` copies all gradients that need padding, and if it has to cast, each gradient, one after the other.
         Gradients of two dtypes are cast before (`chunk_cat_mixed_dtype`), and held together.
         """
-        sizes = [parameter.padded for parameter in self._parameters[group]]
-        padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
+        sizes = [parameter.padded for parameter in self._trained[group]]
+        padded = sum(parameter.padded for parameter in self._trained[group] if parameter.padded != parameter.numel)
         if self._reduce == self._compute or f"L {group}" in self._held:
             return padded * self._reduce * self._kernels
         if self._wide_gradients_bytes:
@@ -396,20 +434,23 @@ class Walk:
 
     def _take_own_shard(self, group: str) -> None:
         """A rank takes its shard of the embedding's gradient, of which it has computed a term of full size."""
-        own = sum(parameter.numel for parameter in self._parameters[group]) * self._compute
+        own = sum(parameter.numel for parameter in self._trained[group]) * self._compute
         if self._held["B"] > own and not self._wide_gradients_bytes:
             self._note(own)
             self._held["B"] = own
 
     def _keep_last_gradient(self, group: str) -> None:
         """Hold the last gradient of a group, see `VersionTraits.last_gradient_until_reduced`."""
+        if self._trained[group][-1].by_columns:  # its variable holds what has been cut
+            return
         among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
-        last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
+        last = min(self._trained[group][-1].numel * itemsize, self._held.get(among, 0))
         self._held["last gradient"] = last
         self._held[among] = self._held.get(among, 0) - last
 
     def _reduce_gradients(self, group: str) -> None:
-        output, gradient = self._shard[group] * self._reduce, self._shard[group] * self._master
+        shard = self._gradient_shard[group]
+        output, gradient = shard * self._reduce, shard * self._master
         self._hold("O", output)
         if not self._all_reduces:
             self._held[f"partial {group}"] = output
@@ -436,6 +477,11 @@ class Walk:
     def _end_of_backward(self) -> None:
         if self._is_stage:
             self._reduces = self._all_reduces = False
+        else:
+            for root in self._roots:
+                root.left.clear()
+            # Of a group that was prefetched after its backward, since an evaluation had left it before.
+            self._free_all([name for name in self._held if name.startswith("A ")])
         self._free_all([name for name in self._held if name.startswith(("I ", "O "))])
 
     # Buffers
@@ -457,6 +503,7 @@ class Walk:
         self._hold(f"U {group}", self._padded(group) * self._compute)
         if self._dims.dp_shard == 1 and self._compute != self._master:
             self._note(self._padded(group) * self._compute)
+        self._note(sum(p.padded for p in self._parameters[group] if p.by_columns) * self._compute)
         self._free(f"P {group}")
 
     def _free_all(self, names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from conformance.bound import EXACT, Bound, bound
+from conformance.oracles.frozen import first_of_each
 from conformance.oracles.reference import ReferenceRun, clip_factor
 from conformance.oracles.tolerance import FP32_ROUNDOFF, clipped_gradients, norm, norm_condition
 from reference_trainer.config import OptimizerConfig
@@ -33,13 +34,19 @@ def updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerCon
         "c": norm_condition(reference.gradients[0], order=config.norm_order),
         "u": FP32_ROUNDOFF,
     }
-    return {
+    bounds = {
         name: Bound(
             "steps * (e * (c + s) + u * q)",
             terms | {"s": _sensitivity(clip * grad.double(), config), "q": _size_over_change(reference, name)},
         )
-        for name, grad in reference.gradients[0].items()
+        for name, grad in first_of_each(reference.gradients).items()
     }
+    return _exact_without_gradients(reference) | bounds
+
+
+def _exact_without_gradients(reference: ReferenceRun) -> dict[str, Bound]:
+    """Return exact bounds of all parameters: those that never train keep every bit."""
+    return dict.fromkeys(reference.parameters, EXACT)
 
 
 def _momentum_updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, Bound]:
@@ -48,10 +55,11 @@ def _momentum_updates(gradient_error: Bound, reference: ReferenceRun, config: Op
         "m": clipped_gradients(gradient_error, reference.gradients[0], order=config.norm_order),
         "u": FP32_ROUNDOFF,
     }
-    return {
+    bounds = {
         name: Bound("steps * (m * k + u * q)", terms | {"k": k, "q": _size_over_change(reference, name)})
         for name, k in _conditions_of_change(reference, config).items()
     }
+    return _exact_without_gradients(reference) | bounds
 
 
 def _conditions_of_change(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
@@ -85,12 +93,14 @@ def _weighted_sum_condition(
     """
     factors = [clip_factor(norm, max_norm=config.max_norm) for norm in reference.grad_norms]
     conditions = {}
-    for name, end in total.items():
+    trained = first_of_each(reference.gradients)
+    for name, end in ((name, end) for name, end in total.items() if name in trained):
         first, last = reference.initial[name].double(), reference.parameters[name].double()
         decay = config.weight_decay * float(max(first.norm(), last.norm())) if first.ndim >= 2 else 0.0
         sizes = (
             weight * (factor * float(gradients[name].double().norm()) + decay)
             for weight, factor, gradients in zip(weights, factors, reference.gradients, strict=True)
+            if name in gradients
         )
         conditions[name] = sum(sizes) / float(end.double().norm())
     return conditions
@@ -139,13 +149,14 @@ def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[s
         "steps": len(reference.gradients),
         "u": FP32_ROUNDOFF,
     }
-    qs = {name: _size_over_change(reference, name) for name in reference.parameters}
+    qs = {name: _size_over_change(reference, name) for name in first_of_each(reference.gradients)}
+    exact = _exact_without_gradients(reference)
     if config.momentum:
         conditions = _conditions_of_change(reference, config)
-        return {
+        return exact | {
             name: Bound("r * k + steps * u * q", {**terms, "k": conditions[name], "q": q}) for name, q in qs.items()
         }
-    return {name: Bound("r + steps * u * q", {**terms, "q": q}) for name, q in qs.items()}
+    return exact | {name: Bound("r + steps * u * q", {**terms, "q": q}) for name, q in qs.items()}
 
 
 def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> Bound | dict[str, Bound]:

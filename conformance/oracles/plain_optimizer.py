@@ -64,7 +64,9 @@ def _updated(
     parameters = {name: p.to(device, copy=True) for name, p in initial.items()}
     optimizer = _optimizer(config.optimizer, parameters.values())
     for name, p in parameters.items() if start.state else ():
-        loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items()}
+        loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items() if name in tensors}
+        if not loaded:  # it is frozen
+            continue
         counter = {"step": torch.tensor(float(start.steps_taken))} if config.optimizer.name == "adamw" else {}
         optimizer.state[p] = counter | loaded
     for step, step_gradients in gradients.items():

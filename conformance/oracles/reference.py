@@ -8,6 +8,7 @@ checks these formulas against torch's own, and the gradients against finite diff
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.expert_routing import replay_choices
+from conformance.oracles.frozen import trained
 from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
@@ -110,6 +112,7 @@ def _train(
         replay(model, masks.of(step) if masks else ())
         replay_choices(model, masks.choices.get(step, ()) if masks else ())
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
+        grads = trained(grads, config, step=step)
         run.losses.append(loss)
         run.gradients.append(grads)
         run.rates.append(learning_rate(config, step))
@@ -199,7 +202,7 @@ class _Sgd(_Update):
 
     def step(self, parameters: Tensors, gradients: Tensors, lr: float) -> None:
         config = self._config
-        for name, p in parameters.items():
+        for name, p in _with_gradients(parameters, gradients):
             buffer = self._buffers.setdefault(name, torch.zeros_like(p))
             buffer.mul_(config.momentum).add_(gradients[name] + _decay(config, p) * p)
             p.sub_(lr * buffer)
@@ -210,21 +213,27 @@ class _AdamW(_Update):
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
-        self._step = 0
+        self._steps = Counter[str]()
+        """Number of steps that each parameter has taken."""
         self.state = {"exp_avg": {}, "exp_avg_sq": {}}
 
     def step(self, parameters: Tensors, gradients: Tensors, lr: float) -> None:
         config = self._config
-        self._step += 1
-        for name, p in parameters.items():
-            grad = gradients[name]
+        self._steps.update(gradients.keys())
+        for name, p in _with_gradients(parameters, gradients):
+            grad, steps = gradients[name], self._steps[name]
             mean = self.state["exp_avg"].setdefault(name, torch.zeros_like(p))
             square = self.state["exp_avg_sq"].setdefault(name, torch.zeros_like(p))
             mean.mul_(config.beta1).add_(grad, alpha=1 - config.beta1)
             square.mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
-            corrected = square.sqrt() / (1 - config.beta2**self._step) ** 0.5
+            corrected = square.sqrt() / (1 - config.beta2**steps) ** 0.5
             p.mul_(1 - lr * _decay(config, p))
-            p.sub_(lr / (1 - config.beta1**self._step) * mean / (corrected + config.eps))
+            p.sub_(lr / (1 - config.beta1**steps) * mean / (corrected + config.eps))
+
+
+def _with_gradients(parameters: Tensors, gradients: Tensors) -> list[tuple[str, Tensor]]:
+    """Return the parameters that an optimizer changes: it leaves alone those without a gradient."""
+    return [(name, p) for name, p in parameters.items() if name in gradients]
 
 
 def _decay(config: OptimizerConfig, parameter: Tensor) -> float:
@@ -264,6 +273,9 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         compile="none",
         accumulation=1,
         gradient_sync="each",
+        evaluation="none",
+        shard_placement="rows",
+        gradient_divisor=None,
         init="meta",
         checkpoint=None,
         checkpoint_reader="each-rank",

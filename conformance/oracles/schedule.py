@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.frozen import trained
 from conformance.oracles.outline import outline
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import GradientSync, TrainerConfig
@@ -42,7 +43,7 @@ class Event(msgspec.Struct, frozen=True):
     reduce_op: str | None = None
     """`SUM`, `MAX`, ... where the model knows the operation."""
     during: str = ""
-    """In forward, for collectives of FSDP: the group that was entered last."""
+    """In forward and evaluation, for collectives of FSDP: the group that was entered last."""
 
     @property
     def nbytes(self) -> int:
@@ -135,14 +136,27 @@ def chunk_size(size: int, ranks: int, rank: int) -> int:
     return max(0, min(chunk, size - chunk * rank))
 
 
+def has_shards_of_columns(shape: Sequence[int], config: TrainerConfig, shards: int) -> bool:
+    """Return whether FSDP shards dimension 1 of a parameter, of which a tensor-parallel rank has this shape."""
+    return config.shard_placement == "columns" and shards > 1 and len(shape) == 2 and shape[1] % shards == 0
+
+
+def sharded_first(shapes: Shapes, config: TrainerConfig, shards: int) -> Shapes:
+    """Return the shapes with the dimension first that FSDP shards."""
+    return {
+        name: tuple(reversed(shape)) if has_shards_of_columns(shape, config, shards) else shape
+        for name, shape in shapes.items()
+    }
+
+
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 
-    Dimension 0 is cut into equal chunks, rounded up: a shard is padded. Experts are divided first, and then sharded
-    over the ranks that have the same ones.
+    The sharded dimension is cut into equal chunks, rounded up: a shard is padded. Experts are divided first, and then
+    sharded over the ranks that have the same ones.
     """
     numels: dict[str, int] = {}
-    for parameter, (rows, *rest) in shapes.items():
+    for parameter, (rows, *rest) in sharded_first(shapes, config, shards).items():
         group = group_of(parameter, config)
         ranks = config.mesh.ep if _is_of_experts(group, config) else 1
         numels[group] = numels.get(group, 0) + -(-(rows // ranks) // (shards // ranks)) * prod(rest)
@@ -215,21 +229,31 @@ def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
     return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[gradient_sync(config)]
 
 
-def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
+def reduced_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
+    """Return the elements of a rank's shard of the gradients of each group, without groups that are frozen."""
+    return shard_numels(trained(shapes, config), config, shards=shards)
+
+
+def fsdp_events(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int] | None = None
+) -> list[Event]:
     """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
-    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing; for
+    `numels` are the elements of shards, see `shard_numels`, `reduced` those of their gradients, see `reduced_numels`;
+    None: of all parameters. A dimension of a single rank communicates nothing; for
     exceptions see `VersionTraits.one_rank_gathers`.
     """
-    schedule = _Schedule(config, dims, numels)
+    schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
     for micro_batch in range(config.accumulation):
         schedule.run(micro_batch)
     return schedule.events
 
 
-def fsdp_groups(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[str]:
+def fsdp_groups(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int] | None = None
+) -> list[str]:
     """Return the group of each collective of `fsdp_events`, in the same order."""
-    schedule = _Schedule(config, dims, numels)
+    schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
     for micro_batch in range(config.accumulation):
         schedule.run(micro_batch)
     return schedule.names
@@ -247,11 +271,13 @@ def _norms_are_groups(config: TrainerConfig) -> bool:
 class _Schedule:
     """Walk through the groups as forward does, and back."""
 
-    def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int]
+    ) -> None:
         self.events: list[Event] = []
         self.names: list[str] = []
         """Group of each event."""
-        self._config, self._dims, self._numels = config, dims, numels
+        self._config, self._dims, self._numels, self._reduced = config, dims, numels, reduced
         self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
@@ -265,18 +291,20 @@ class _Schedule:
     def run(self, micro_batch: int) -> None:
         self._left.clear()
         self._recomputed.clear()
-        self._forward(groups(self._config))
+        if micro_batch and self._config.evaluation != "none":
+            self._forward(groups(self._config), "evaluate")
+        self._forward(groups(self._config), "forward")
         self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
         self._unsharded.clear()  # groups prefetched after their backward are freed
 
-    def _forward(self, among: Sequence[Group]) -> None:
+    def _forward(self, among: Sequence[Group], phase: str) -> None:
         for group in among:
             self._during = group.name
-            self._gather("forward", group.name)
+            self._gather(phase, group.name)
             for name in prefetched_in_forward(group.name, self._config):
-                self._gather("forward", name)
-            self._forward(group.inner)
+                self._gather(phase, name)
+            self._forward(group.inner, phase)
             self._left.append(group.name)
             self._reshard(group.name)
 
@@ -310,8 +338,11 @@ class _Schedule:
             self._reshard(group.name)
 
     def _prefetched_in_backward(self, group: str) -> list[str]:
-        """Return the groups that are prefetched; a group without a list follows the recorded order."""
-        listed = prefetched_in_backward(group, self._left, self._config.backward_prefetch)
+        """Return the groups that are prefetched; a group without a list follows the recorded order.
+
+        That has the forwards of an evaluation as well: backward ends with a group that they left last.
+        """
+        listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
         return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
 
     def _gather(self, phase: str, group: str) -> None:
@@ -329,8 +360,11 @@ class _Schedule:
         alone = {"all_gather": traits.one_rank_gathers, "reduce_scatter": traits.one_rank_reduces, "all_reduce": False}
         if ranks == 1 and not alone[kind]:
             return
+        if kind != "all_gather" and group not in self._reduced:
+            return
         # The input of a reduce-scatter is an unsharded group, that of the others a shard.
-        numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)
+        numel = (self._numels if kind == "all_gather" else self._reduced)[group]
+        numel *= ranks if kind == "reduce_scatter" else 1
         dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
         if smaller:
             over, numel = f"{over}/{smaller}", numel * ranks // smaller

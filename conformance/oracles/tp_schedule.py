@@ -22,6 +22,7 @@ import torch
 
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
 from conformance.oracles.schedule import Event, Kind, Shapes, chunk_size, communicates, gradient_sync
 from conformance.oracles.torch_versions import traits_of
@@ -89,7 +90,7 @@ def tensor_parallel_events(
     stages = pipeline.owners(config)
     for micro_batch, stage in product(range(config.accumulation), pipeline.stages_of(pp_rank, config)):
         layers = pipeline.layers_of(stage, config)
-        traffic.run(micro_batch, layers=len(layers), first=stage == 0, last=stage == len(stages) - 1)
+        traffic.run(micro_batch, layers=layers, first=stage == 0, last=stage == len(stages) - 1)
     return traffic.events
 
 
@@ -97,29 +98,40 @@ class _Traffic:
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         self.events: list[Event] = []
         self._config, self._tp = config, dims.tp
-        self._norms = [prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and is_norm(name)]
-        """Elements of the norms of a block."""
+        self._norms = {name: prod(shape) for name, shape in shapes.items() if is_norm(name)}
+        """Elements of norms; those of the first block stand for all blocks."""
         self._policy = dtype_policy(config.precision)
         batch = config.data.global_batch_size // (dims.dp * config.accumulation)
         self._tokens = batch * config.data.seq_len
         self._activation = self._tokens * config.model.dim
 
-    def run(self, micro_batch: int, *, layers: int, first: bool, last: bool) -> None:
+    def run(self, micro_batch: int, *, layers: Sequence[int], first: bool, last: bool) -> None:
         """Walk through the layers of a model or stage; `first` has the embedding, `last` norm, output and loss."""
-        if first:
-            self._leave("forward")
-        for _ in range(layers):
-            self._block_forward("forward")
+        if micro_batch and self._config.evaluation != "none":
+            self._forward("evaluate", layers=len(layers), first=first, last=last)
+        self._forward("forward", layers=len(layers), first=first, last=last)
         if last:
-            self._enter("forward")
-            self._logits_and_loss()
             self._enter_backward()
-            self._replicated_gradients([self._config.model.dim], micro_batch)
-        for _ in range(layers):
+            self._replicated_gradients(self._trained_norms("norm."), micro_batch)
+        for layer in reversed(layers):
             self._block_backward()
-            self._replicated_gradients(self._norms, micro_batch)
-        if first:
+            self._replicated_gradients(self._trained_norms("layers.0.", f"layers.{layer}."), micro_batch)
+        if first and is_trained("tok_embeddings.weight", self._config):
             self._leave_backward()
+
+    def _trained_norms(self, prefix: str, own_prefix: str | None = None) -> list[int]:
+        """Return the elements of the norms whose names begin with `prefix`, and that train under their own names."""
+        own = {name: name.replace(prefix, own_prefix or prefix, 1) for name in self._norms if name.startswith(prefix)}
+        return [self._norms[name] for name, own_name in own.items() if is_trained(own_name, self._config)]
+
+    def _forward(self, phase: str, *, layers: int, first: bool, last: bool) -> None:
+        if first:
+            self._leave(phase)
+        for _ in range(layers):
+            self._block_forward(phase)
+        if last:
+            self._enter(phase)
+            self._logits_and_loss(phase)
 
     def _block_forward(self, phase: str, *, regions_left: int = 2) -> None:
         """Attention and feed-forward."""
@@ -160,7 +172,7 @@ class _Traffic:
     def _leave_backward(self) -> None:
         self._enter("backward")
 
-    def _logits_and_loss(self) -> None:
+    def _logits_and_loss(self, phase: str) -> None:
         """Logits are gathered, or three numbers of each token are reduced, in the loss's fp32.
 
         These are the maximum, the sum of exponentials and the label's logit. Backward needs nothing more: each rank
@@ -168,9 +180,9 @@ class _Traffic:
         """
         if self._config.loss_parallel:
             for _ in range(3):
-                self._issue("forward", "all_reduce", self._tokens, "float32")
+                self._issue(phase, "all_reduce", self._tokens, "float32")
         else:
-            self._issue("forward", "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
+            self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
     def _replicated_gradients(self, norms: Sequence[int], micro_batch: int) -> None:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.

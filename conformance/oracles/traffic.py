@@ -11,8 +11,9 @@ import msgspec
 
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.frozen import trained
 from conformance.oracles.loss_scale import unscale_events
-from conformance.oracles.schedule import Event, Shapes, fsdp_events, shard_numels
+from conformance.oracles.schedule import Event, Shapes, fsdp_events, reduced_numels, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, shards, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -60,6 +61,7 @@ def step_events(
 ) -> list[Event]:
     """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
+    If what trains changes between steps, `config` is that of one of them, see `frozen.at_step`.
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
     a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. `full`
     are the shapes of a model other than the trainer's.
@@ -70,17 +72,19 @@ def step_events(
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
         *_load_events(config, dims),
-        *_fsdp_events(config, dims, numels, pp_rank),
+        *_fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard), pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
         *unscale_events(config, dims),
-        *clip_events(pipeline.held_by(pp_rank, shapes, config), config, dims),
+        *clip_events(pipeline.held_by(pp_rank, trained(shapes, config), config), config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
 
 
-def _fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int) -> list[Event]:
+def _fsdp_events(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], reduced: Mapping[str, int], pp_rank: int
+) -> list[Event]:
     if dims.pp == 1:
-        return fsdp_events(config, dims, numels)
+        return fsdp_events(config, dims, numels, reduced)
     return pipeline.fsdp_events(config, dims, numels, pipeline.order(config, rank=pp_rank))
 
 

@@ -18,6 +18,7 @@ from conformance.plan.mesh import AxisError, Mesh
 from reference_trainer.checks import require
 from reference_trainer.config import (
     DataConfig,
+    Frozen,
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
@@ -104,8 +105,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Number of groups that a group prefetches in forward; 0: FSDP's default, which is none."""
     backward_prefetch: Literal[0, 1, 2] = 0
     """Number of groups that a group prefetches in backward; 0: FSDP's default, which is one."""
+    evaluation: Literal["none", "between-micro-batches"] = "none"
+    """Forward passes without gradients between the micro-batches of a step."""
     gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
     """Micro-batches after which gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
+    frozen: Literal["none", "embedding", "norms", "block", "thawed"] = "none"
+    """Parameters that do not train; `thawed`: those of the first block in the first step alone."""
+    shard_placement: Literal["rows", "columns"] = "rows"
+    """Dimension of matrices that FSDP shards, where it can be divided evenly."""
+    gradient_divisor: Literal["ranks", "half", "twice"] = "ranks"
+    """Number by which FSDP divides sums of gradients: that of data-parallel ranks, or half or twice of it."""
     offload: Literal["none", "cpu"] = "none"
     """Memory of sharded parameters, gradients and optimizer state; `cpu`: host memory."""
     pin_memory: bool = False
@@ -227,6 +236,8 @@ _ON_ANY_MESH: dict[str, AxisValue] = {
     "reshard": "default",
     "pipeline": "1f1b",
     "gradient_sync": "each",
+    "shard_placement": "rows",
+    "gradient_divisor": "ranks",
     "sequence_parallel": True,
     "norms_in_tp": True,
     "loss_parallel": False,
@@ -238,6 +249,7 @@ _PREFIXES = {
     "forward_prefetch": "fpre",
     "backward_prefetch": "bpre",
     "gradient_sync": "sync",
+    "gradient_divisor": "div",
     "offload": "offload",
     "record_streams": "avoidrs",
     "expandable_segments": "expseg",
@@ -247,6 +259,8 @@ _PREFIXES = {
     "steps": "steps",
     "seed": "seed",
 }
+_NAMES = {"between-micro-batches": "evals"}
+"""Spelling of values in an id that are too long for it."""
 _SWITCHES = {
     "tf32": "tf32",
     "foreach_clip": "cliploop",
@@ -267,6 +281,8 @@ def _tag(name: str, value: AxisValue) -> str:
         return _SWITCHES[name]
     if name == "clip" and not value:
         return "noclip"
+    if value in _NAMES:
+        return _NAMES[str(value)]
     text = value.replace("-", {"mesh": "-", "saved_on": "."}.get(name, "")) if isinstance(value, str) else repr(value)
     return _PREFIXES.get(name, "") + text
 
@@ -423,9 +439,18 @@ _RESHARD: dict[str, int | dict[str, str | int]] = {
 # Gradients of the workload overflow above 2^16 to 2^18, by seed: the last of four steps is taken from 2^19 in any case.
 _LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
 _LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**19)
-_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile"}
+_FROZEN = {
+    "none": (),
+    "embedding": (Frozen(names=r"tok_embeddings\..*"),),
+    "norms": (Frozen(names=r".*norm\..*"),),
+    "block": (Frozen(names=r"layers\.0\..*"),),
+    "thawed": (Frozen(names=r"layers\.0\..*", until=1),),
+}
+_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile", "gradient_divisor", "frozen"}
 _SAME_IN_TRAINER = sorted({*Cell.__struct_fields__} & {*TrainerConfig.__struct_fields__} - _MAPPED)
 """Axes whose values the trainer's configuration has under the same name."""
+_DIVISORS = {"half": 0.5, "twice": 2.0}
+"""Divisors of gradients as multiples of the number of data-parallel ranks: powers of two, which round nothing."""
 _AMPLE_MEMORY_BYTES = 2**40
 """Device memory with which `auto` reshards no group."""
 
@@ -462,6 +487,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
+        frozen=_FROZEN[cell.frozen],
+        gradient_divisor=_gradient_divisor(cell, mesh),
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
         compile=compile_backend(mesh) if cell.compile else "none",
@@ -497,6 +524,22 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         cell.accumulation > 1 or cell.gradient_sync == "each",
         f"gradient_sync {cell.gradient_sync} needs accumulation",
     )
+    yield (
+        cell.evaluation == "none" or (cell.accumulation > 1 and mesh.pp == 1),
+        f"evaluation {cell.evaluation} needs micro-batches that follow each other",
+    )
+    yield cell.frozen == "none" or mesh.pp == 1, f"frozen {cell.frozen} is not for pipelines"
+    yield (
+        cell.frozen != "thawed" or (cell.precision == "fp32" and cell.steps > 1 and cell.saved_on == "none"),
+        "torch forgets the dtype of reductions of groups that begin frozen, and checkpoints lack their state",
+    )
+    columns = cell.shard_placement == "columns"
+    yield mesh.dp_shard > 1 or not columns, "shard_placement columns needs shards"
+    yield cell.reshard != "k2" or not columns, "torch cannot gather columns that are resharded to fewer ranks"
+    yield (
+        cell.gradient_divisor == "ranks" or mesh.dp_shard > 1,
+        f"gradient_divisor {cell.gradient_divisor} needs shards: torch divides gradients of one shard twice",
+    )
     replicas = mesh.dp_replicate > 1
     yield replicas or cell.gradient_sync != "all-reduce-last", "gradient_sync all-reduce-last needs replicas (hsdp)"
     # The trainer refuses it with inductor, which devices use; a cell must be the same everywhere.
@@ -528,6 +571,11 @@ def _global_batch_size(mesh: Mesh, cell: Cell) -> int:
         return _LARGE_BATCH_SIZE * mesh.dp_replicate * mesh.dp_shard
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return next((size for size in _GLOBAL_BATCH_SIZES if size % micro_batches == 0), micro_batches)
+
+
+def _gradient_divisor(cell: Cell, mesh: Mesh) -> float | None:
+    factor = _DIVISORS.get(cell.gradient_divisor)
+    return None if factor is None else factor * mesh.dp_replicate * mesh.dp_shard
 
 
 def _optimizer(cell: Cell) -> OptimizerConfig:

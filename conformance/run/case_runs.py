@@ -15,7 +15,17 @@ from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
 from conformance.run.devices.hardware import device_type
-from conformance.run.experiment import SAVING, TAPPED, TRAINING, Experiment, Needs, Result, job_of, sampled_ranks
+from conformance.run.experiment import (
+    SAVING,
+    TAPPED,
+    TRAINING,
+    Experiment,
+    Needs,
+    Result,
+    job_of,
+    json_like,
+    sampled_ranks,
+)
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, read_record, write_results
@@ -151,7 +161,7 @@ class CaseRuns:
         store = self.store
         task = Task(
             function,
-            msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
+            json_like(job_of(cell, directory, kept=kept, defect=store.defect)),
             kind=self._kind(cell) + variant,
             accelerated=device_type(substrate) == "cuda",
             compiles=cell.compile,

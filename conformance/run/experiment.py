@@ -62,6 +62,12 @@ def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None
     )
 
 
+def json_like(job: Job) -> dict[str, Any]:
+    """Return a job in the types of JSON, in which a tuple of the configuration is a list."""
+    payload: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(job))
+    return payload
+
+
 def sampled_ranks(config: TrainerConfig, world_size: int) -> list[int]:
     """Return ranks that represent all of a world: the first of each stage, or without a pipeline two.
 

@@ -42,10 +42,17 @@ _OF_EXPERTS = _BASE.but(model="experts")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT_TP: dict[str, AxisValue] = {"sequence_parallel": True, "norms_in_tp": True, "loss_parallel": False}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
-    "mesh": {"gradient_sync": "each", "reshard": "default", **_WITHOUT_TP, **_FSDP2},
+    "mesh": {
+        "gradient_sync": "each",
+        "shard_placement": "rows",
+        "gradient_divisor": "ranks",
+        "reshard": "default",
+        **_WITHOUT_TP,
+        **_FSDP2,
+    },
     "precision": {"loss_scale": "fits"},
-    "steps": {"loss_scale": "fits"},
-    "accumulation": {"gradient_sync": "each"},
+    "steps": {"loss_scale": "fits", "frozen": "none"},
+    "accumulation": {"gradient_sync": "each", "evaluation": "none"},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -268,6 +275,53 @@ def _gradient_sync(record: Record, neighbour: Record) -> None:
     expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
 
 
+def _evaluation(record: Record, neighbour: Record) -> None:
+    passes = record.cell.accumulation - 1
+    for run, factor in ((record, passes / record.cell.accumulation), (neighbour, 0.0)):
+        evaluated, trained = (_products(run, phase) for phase in ("evaluate", "forward"))
+        expect(
+            evaluated == factor * trained and trained > 0,
+            f"{run.cell.id}: {evaluated} products in evaluations, {trained} in forward passes",
+        )
+
+
+def _products(record: Record, phase: str) -> int:
+    return sum(count for name, count in operators(record, phase).items() if name.startswith(_EXPENSIVE))
+
+
+def _frozen(record: Record, neighbour: Record) -> None:
+    first = f"step{record.steps[0]}/gradient/"
+    with_gradients, usual = ({*run.select(first)} for run in (record, neighbour))
+    without = usual - with_gradients
+    block = {name for name in usual if name.startswith("layers.0.")}
+    norms = {name for name in usual if "norm." in name}
+    expected = {"embedding": {"tok_embeddings.weight"}, "norms": norms, "block": block, "thawed": block}
+    wanted = expected[record.cell.frozen]
+    expect(without == wanted, f"without gradients: {sorted(without)}, not {sorted(wanted)}")
+    initial, final = (record.select(f"{when}/parameter/") for when in ("initial", "final"))
+    changed = {name for name in wanted if not initial[name].equal(final[name])}
+    trains = wanted if record.cell.frozen == "thawed" else set[str]()
+    expect(changed == trains, f"frozen parameters change: {sorted(changed)}, not {sorted(trains)}")
+
+
+def _shard_placement(record: Record, neighbour: Record) -> None:
+    by_columns, usual = (
+        {name for name, p in run.ranks[0].parameters.items() if p.shard_dims.get("dp_shard") == 1}
+        for run in (record, neighbour)
+    )
+    expect(bool(by_columns) and not usual, f"sharded by columns: {sorted(by_columns)}, and {sorted(usual)} by default")
+    vectors = {name for name, p in record.ranks[0].parameters.items() if len(p.shape) < 2}
+    expect(not by_columns & vectors, f"vectors are sharded by columns: {sorted(by_columns & vectors)}")
+
+
+def _gradient_divisor(record: Record, neighbour: Record) -> None:
+    divisors, usual = (
+        {each for f in run.ranks for each in f.gradient_divisors.values()} for run in (record, neighbour)
+    )
+    expect(divisors == {record.config.gradient_divisor}, f"groups divide gradients by {divisors}")
+    expect(usual == {None}, f"groups divide gradients by {usual}, not by the number of ranks")
+
+
 def _pipeline(record: Record, neighbour: Record) -> None:
     orders = [
         [[(a.action, a.stage, a.micro_batch) for a in facts.stage_actions] for facts in run.ranks]
@@ -379,6 +433,10 @@ PROOFS: dict[str, Proof] = {
     "forward_prefetch": forward_prefetch_takes_effect,
     "backward_prefetch": backward_prefetch_takes_effect,
     "gradient_sync": _gradient_sync,
+    "evaluation": _evaluation,
+    "frozen": _frozen,
+    "shard_placement": _shard_placement,
+    "gradient_divisor": _gradient_divisor,
     "offload": _offload,
     "pin_memory": _pin_memory,
     "record_streams": _record_streams,

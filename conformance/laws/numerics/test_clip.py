@@ -25,6 +25,7 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles import tolerance
 from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.frozen import trained
 from conformance.oracles.reference import clip_factor, reference_run, total_norm
 from conformance.oracles.schedule import Event
 from conformance.outcomes import ConformanceFailure
@@ -188,8 +189,8 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     record = run(cell)
     for facts in record.ranks:
-        events = clip_events(facts.parameters, config, dims)
         for step in record.steps:
+            events = clip_events(trained(facts.parameters, config, step=step), config, dims)
             issued = [event for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
             hidden = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
             measured = [_sent(event, hides_operation=index in hidden) for index, event in enumerate(issued)]

@@ -92,7 +92,7 @@ def _imbalance(ranks: tuple[Routing, ...]) -> float:
     """Sum over experts of their share in all choices times their probability, summed over all tokens."""
     loads = [sum(by_rank) for by_rank in zip(*[routed.load for routed in ranks], strict=True)]
     probabilities = [sum(by_rank) for by_rank in zip(*[routed.probability for routed in ranks], strict=True)]
-    return math.fsum(map(mul, loads, probabilities)) / sum(loads)
+    return math.fsum(map(mul, loads, probabilities)) / float(sum(loads))
 
 
 @law("EP-4", where="ep > 1", reference=ALL_TO_ALL)

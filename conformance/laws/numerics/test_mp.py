@@ -1,6 +1,7 @@
 """MP: dtypes are those of the precision, read where tensors are used, and so are the bytes on the wire."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from conformance.assertions import compare
 from conformance.assertions.attention import Attention, attention_of
@@ -11,6 +12,7 @@ from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles.dtype_policy import FP32, expected_dtypes
+from conformance.oracles.frozen import at_step
 from conformance.oracles.initialisation import initial_weights
 from conformance.oracles.pipeline import held_by
 from conformance.oracles.reference import initial_model
@@ -53,7 +55,9 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     for facts in record.ranks:
         _compare(facts.dtypes, _seen(_held(expected, facts, config), facts, record), name="dtypes", rank=facts.rank)
         at = facts.mesh_coordinate
-        sent = _wire_dtypes(step_events(config, dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0)))
+        tp_rank, pp_rank = at.get("tp", 0), at.get("pp", 0)
+        per_step = (step_events(at_step(config, step), dims, tp_rank=tp_rank, pp_rank=pp_rank) for step in record.steps)
+        sent = _wire_dtypes(chain.from_iterable(per_step))
         # Steps only, like MP-4.
         seen = _wire_dtypes(each for each in facts.collectives if each.phase != "build" and each.kind != _ROUTED)
         if dims.pp > 1:  # a stage has a part of them; PP-1, PP-3 and PP-4 judge those of FSDP and of transfers, too
@@ -137,8 +141,9 @@ def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
     record = run(cell)
     for facts in record.ranks:
         at = facts.mesh_coordinate
-        expected = add_up(step_events(config, dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0)))
         for step in record.steps:
+            events = step_events(at_step(config, step), dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0))
+            expected = add_up(events)
             in_step = (event for event in facts.collectives if event.step == step and event.kind != _ROUTED)
             measured = add_up(event for event in in_step if not _agrees(event, record))
             misfits += (f"rank {facts.rank}, step {step}, {misfit}" for misfit in _misfits(measured, expected))

@@ -106,20 +106,27 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
 @law(
     "PAR-4",
     where="implementation = fsdp2 and (reshard != default or forward_prefetch > 0 or backward_prefetch > 0 "
-    "or activation_checkpointing != none) and pipeline not in (interleaved-zero-bubble, zbv-zero-bubble)",
+    "or activation_checkpointing != none or evaluation != none) "
+    "and pipeline not in (interleaved-zero-bubble, zbv-zero-bubble)",
     gaps=["rerun-cost-combined", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
 def test_reshard_prefetch_and_checkpointing_change_no_bit(run: Run, cell: Cell) -> None:
-    """Settings that only move or repeat (reshard mode, prefetching, activation checkpointing) MUST NOT change a bit of
-    gradients or final state.
+    """Settings that only move or repeat (reshard mode, prefetching, activation checkpointing), and evaluations between
+    micro-batches, MUST NOT change a bit of gradients or final state.
 
     Wrong if a group is used before it is all-gathered, or after it was freed or became stale, or if activation
-    checkpointing recomputes other values.
+    checkpointing recomputes other values, or an evaluation draws random numbers or leaves gradients.
     """
     opposite = "always" if cell.reshard != "always" else "never"
-    plain = cell.but(reshard=opposite, forward_prefetch=0, backward_prefetch=0, activation_checkpointing="none")
+    plain = cell.but(
+        reshard=opposite,
+        forward_prefetch=0,
+        backward_prefetch=0,
+        activation_checkpointing="none",
+        evaluation="none",
+    )
     record = run(cell)
     if record.config.compile == "inductor":  # rounds otherwise where it recomputes; PAR-1 and PAR-2 judge its gradients
         plain = plain.but(activation_checkpointing=cell.activation_checkpointing)
@@ -180,7 +187,9 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
 def _with_one_batch(cell: Cell) -> Cell:
     """Return the cell without micro-batches, and so without a pipeline."""
     mesh = msgspec.structs.replace(Mesh.parse(cell.mesh), pp=1)
-    return cell.but(mesh=mesh.name, accumulation=1, gradient_sync="each", pipeline=axis_default("pipeline"))
+    return cell.but(
+        mesh=mesh.name, accumulation=1, gradient_sync="each", evaluation="none", pipeline=axis_default("pipeline")
+    )
 
 
 @law(

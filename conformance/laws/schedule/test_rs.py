@@ -5,7 +5,15 @@ from conformance.assertions.fixtures import Run
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles import pipeline
-from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
+from conformance.oracles.frozen import at_step
+from conformance.oracles.schedule import (
+    Event,
+    fsdp_events,
+    group_of,
+    kept_after_forward,
+    reduced_numels,
+    shard_numels,
+)
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
@@ -14,7 +22,7 @@ from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
 )
-_PHASES = ("data", "forward", "backward")
+_PHASES = ("data", "evaluate", "forward", "backward")
 _OF_FSDP = ("dp_shard", "dp_replicate")
 _NUMBERS = "int64"
 """Dtype of sums over data ranks that FSDP does not issue: of the numbers of tokens, of a batch or of an expert."""
@@ -36,7 +44,7 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
         for step in record.steps:
-            _check_events(facts, _expected(facts, config, dims), step, config)
+            _check_events(facts, _expected(facts, at_step(config, step), dims), step, config)
             if dims.pp == 1:
                 _check_after_forward(facts, kept, step)
             _check_sharded(facts, step)
@@ -46,7 +54,7 @@ def _expected(facts: RankFacts, config: TrainerConfig, dims: ParallelDims) -> li
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     if dims.pp == 1:
-        return fsdp_events(config, dims, numels)
+        return fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard))
     return pipeline.fsdp_events(config, dims, numels, pipeline.order(config, rank=facts.mesh_coordinate["pp"]))
 
 

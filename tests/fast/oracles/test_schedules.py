@@ -12,7 +12,16 @@ from msgspec.structs import replace
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.dtype_policy import unset_reduce_dtype
-from conformance.oracles.schedule import Event, entered, fsdp_events, group_of, groups, kept_after_forward, shard_numels
+from conformance.oracles.schedule import (
+    Event,
+    entered,
+    fsdp_events,
+    group_of,
+    groups,
+    kept_after_forward,
+    reduced_numels,
+    shard_numels,
+)
 from conformance.oracles.torch_versions import (
     FROM_2_15,
     UP_TO_2_8,
@@ -64,6 +73,31 @@ def schedule(**axes: AxisValue) -> str:
     config, dims = config_and_dims(cell_from_axes(axes))
     shards = {"reduce_scatter": dims.dp_shard}
     return words(fsdp_events(config, dims, NUMELS), lambda event: event.numel // shards.get(event.kind, 1) - 100)
+
+
+@pytest.mark.parametrize("backward_prefetch", [0, 1])
+def test_backward_after_an_evaluation_gathers_its_last_group_once_more(backward_prefetch: int) -> None:
+    """See findings/gathers_after_evaluation.py. The embedding has no list, and follows the recorded order."""
+    one = "forward: G0 G1 G2 G3 backward: G2 S3 G1 S2 G0 S1"
+    evaluated = schedule(
+        mesh="dp2", accumulation=2, evaluation="between-micro-batches", backward_prefetch=backward_prefetch
+    )
+    assert evaluated == f"{one} S0 evaluate: G0 G1 G2 G3 forward: G0 G1 G2 backward: G2 S3 G1 S2 G0 S1 G3 S0"
+
+
+def test_groups_that_are_frozen_are_gathered_and_not_reduced() -> None:
+    config, dims = config_and_dims(Cell(mesh="dp2", frozen="block"))
+    shapes = local_shapes(config.model, tp=1, tp_rank=0)
+    numels, reduced = (count(shapes, config, shards=2) for count in (shard_numels, reduced_numels))
+    kinds = Counter(event.kind for event in fsdp_events(config, dims, numels, reduced))
+    assert kinds == {"all_gather": 7, "reduce_scatter": 3}
+    assert reduced == {group: numel for group, numel in numels.items() if group != "layers.0"}
+
+
+def test_columns_that_shards_divide_evenly_need_no_padding() -> None:
+    config = Cell(mesh="dp4", shard_placement="columns").config
+    shapes = {"tok_embeddings.weight": (61, 32), "norm.weight": (30,), "output.weight": (61, 30)}
+    assert shard_numels(shapes, config, shards=4) == {"tok_embeddings": 61 * 8, "output": 8 + 16 * 30}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Frozen parameters: the steps in which they train, and the reference of a run that freezes some of them."""
+
+import torch
+
+from conformance.oracles.frozen import at_step, first_of_each, is_trained, trained
+from conformance.oracles.reference import initial_model, learning_rate, reference_run
+from conformance.plan.cells import Cell
+from reference_trainer.config import Frozen, TrainerConfig
+from reference_trainer.frozen import freeze
+
+_CONFIG = TrainerConfig(frozen=(Frozen(names=r"layers\.0\..*", until=2), Frozen(names=r"layers\..*norm\..*")))
+
+
+def test_the_first_entry_that_matches_decides() -> None:
+    assert not is_trained("layers.0.ffn_norm.weight", _CONFIG, step=1)
+    assert is_trained("layers.0.ffn_norm.weight", _CONFIG, step=2)
+    assert is_trained("layers.0.ffn_norm.weight", _CONFIG)
+    assert not is_trained("layers.1.ffn_norm.weight", _CONFIG)
+    assert is_trained("norm.weight", _CONFIG, step=0)
+
+
+def test_the_configuration_of_a_step_freezes_for_ever_what_is_frozen_in_it() -> None:
+    names = dict.fromkeys(("layers.0.ffn_norm.weight", "layers.1.ffn_norm.weight", "norm.weight"), 0)
+    for step in range(4):
+        assert trained(names, at_step(_CONFIG, step)) == trained(names, _CONFIG, step=step)
+
+
+def test_trainer_and_oracle_freeze_the_same() -> None:
+    model = initial_model(Cell().config)
+    for step in range(4):
+        freeze(model, _CONFIG.frozen, step=step)
+        required = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert required == trained(dict(model.named_parameters()), _CONFIG, step=step).keys()
+
+
+def test_first_of_each_takes_the_earliest() -> None:
+    assert first_of_each([{"a": 1}, {"a": 2, "b": 3}]) == {"a": 1, "b": 3}
+
+
+def test_one_process_steps_thawed_parameters_as_torch_does() -> None:
+    config = Cell(mesh="dp1", frozen="thawed", clip=0.0).config
+    run = reference_run(config, dtype=torch.float64)
+    model = initial_model(config).double()
+    parameters = dict(model.named_parameters())
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+    )
+    assert run.gradients[0].keys() < run.gradients[1].keys() == parameters.keys()
+    for step, gradients in enumerate(run.gradients):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        optimizer.step()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach(), run.parameters[name], rtol=1e-9, atol=1e-12)
