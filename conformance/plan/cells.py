@@ -15,13 +15,24 @@ from msgspec import Meta
 from msgspec.structs import asdict, fields, force_setattr, replace
 
 from conformance.plan.mesh import AxisError, Mesh
+from conformance.plan.workload import (
+    DATA,
+    DIVISORS,
+    FROZEN,
+    GLOBAL_BATCH_SIZES,
+    INTEGER_DATA,
+    INTEGER_LEARNING_RATE,
+    LARGE_BATCH_SIZE,
+    LARGE_DATA,
+    LOSS_SCALE,
+    MODELS,
+    OPTIMIZERS,
+    RESHARD,
+)
 from reference_trainer.checks import require
 from reference_trainer.config import (
-    DataConfig,
-    Frozen,
     LossScaleConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     PipelineConfig,
     TrainerConfig,
@@ -374,83 +385,9 @@ def _tags_of_choices(name: str) -> dict[str, AxisValue]:
     return {_tag(name, value): value for value in in_ids}
 
 
-# Chosen so that faults show: a vocabulary that no world size divides, non-zero biases, norm weights other than 1,
-# unequal numbers of valid tokens per sample.
-_TINY_MODEL = ModelConfig(
-    vocab_size=61,
-    dim=32,
-    n_layers=2,
-    n_heads=8,
-    n_kv_heads=4,
-    ffn_dim=64,
-    max_seq_len=32,
-    bias=True,
-    init_std=0.1,
-    bias_std=0.1,
-    norm_std=0.2,
-)
-_MODELS = {
-    "tiny": _TINY_MODEL,
-    "even": replace(_TINY_MODEL, vocab_size=64),
-    # Over 4 and 8 data-parallel ranks shards differ in size, or are empty.
-    "uneven": replace(_TINY_MODEL, dim=30, n_heads=5, n_kv_heads=1, ffn_dim=45),
-    # Two tensor-parallel ranks have equal shards, which data-parallel ranks cannot shard evenly.
-    "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
-    "integer": replace(_TINY_MODEL, arithmetic="integer"),
-    # Two or four stages of a pipeline do not all have as many layers.
-    "cut": replace(_TINY_MODEL, n_layers=5),
-    # In worlds of up to 1024 ranks each rank has a shard of every parameter.
-    "wide": replace(
-        _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
-    ),
-    "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
-    "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
-    # Rows beyond a kernel's block of 256, groups beyond the megabyte that gloo sends at once, and more layers than any
-    # ring of buffers or of prefetched groups is long. Three ranks have unequal shards of every matrix.
-    "large": replace(_TINY_MODEL, vocab_size=263, dim=272, n_layers=6, n_heads=8, ffn_dim=340, max_seq_len=256),
-    # A balance loss that is a tenth of the loss, so that its gradient shows.
-    "experts": replace(_TINY_MODEL, n_experts=8, experts_per_token=2, ffn_dim=32, balance_weight=0.1),
-}
-_DATA = DataConfig(seq_len=16, min_valid_fraction=0.25)
-_LARGE_DATA = replace(_DATA, seq_len=256)
-_LARGE_BATCH_SIZE = 8
-"""Samples of a data-parallel rank per step with the model `large`: 2,048 tokens.
-
-Up to 1,024 CUDA takes another kernel for the backward of embeddings."""
-_GLOBAL_BATCH_SIZES = (16, 24)
-"""Samples per step; the second is for three data-parallel ranks, which do not divide the first."""
-# AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
-# scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
-_ADAMW, _SGD = OptimizerConfig(name="adamw", lr=0.01, eps=0.001), OptimizerConfig(name="sgd", lr=0.1)
-_OPTIMIZERS = {
-    "adamw": _ADAMW,
-    "adamw-foreach": replace(_ADAMW, implementation="foreach"),
-    "adamw-fused": replace(_ADAMW, implementation="fused"),
-    "sgd": _SGD,
-    "sgd-momentum": replace(_SGD, momentum=0.9),
-}
-# The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
-_INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
-_INTEGER_LEARNING_RATE = 2.0**-4
-_RESHARD: dict[str, int | dict[str, str | int]] = {
-    "k2": 2,
-    "table": {r"layers\.0": "never", r"layers\..*": "always", "output": "never"},
-}
-# Gradients of the workload overflow above 2^16 to 2^18, by seed: the last of four steps is taken from 2^19 in any case.
-_LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
-_LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**19)
-_FROZEN = {
-    "none": (),
-    "embedding": (Frozen(names=r"tok_embeddings\..*"),),
-    "norms": (Frozen(names=r".*norm\..*"),),
-    "block": (Frozen(names=r"layers\.0\..*"),),
-    "thawed": (Frozen(names=r"layers\.0\..*", until=1),),
-}
 _MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile", "gradient_divisor", "frozen"}
 _SAME_IN_TRAINER = sorted({*Cell.__struct_fields__} & {*TrainerConfig.__struct_fields__} - _MAPPED)
 """Axes whose values the trainer's configuration has under the same name."""
-_DIVISORS = {"half": 0.5, "twice": 2.0}
-"""Divisors of gradients as multiples of the number of data-parallel ranks: powers of two, which round nothing."""
 _AMPLE_MEMORY_BYTES = 2**40
 """Device memory with which `auto` reshards no group."""
 
@@ -477,17 +414,17 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     )
     for holds, problem in _effects(cell, mesh):
         require(holds, f"cell {cell.id}: {problem}")
-    data = {"integer": _INTEGER_DATA, "large": _LARGE_DATA}.get(cell.model, _DATA)
+    data = {"integer": INTEGER_DATA, "large": LARGE_DATA}.get(cell.model, DATA)
     return TrainerConfig(
-        model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
+        model=replace(MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp, ep=mesh.ep),
         pipeline=PipelineConfig(schedule=cell.pipeline),
         data=replace(data, global_batch_size=_global_batch_size(mesh, cell)),
         optimizer=_optimizer(cell),
-        loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
-        reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
+        loss_scale=LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
+        reshard=RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
-        frozen=_FROZEN[cell.frozen],
+        frozen=FROZEN[cell.frozen],
         gradient_divisor=_gradient_divisor(cell, mesh),
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
@@ -499,21 +436,21 @@ def trainer_config(cell: Cell) -> TrainerConfig:
 
 def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     """Yield the preconditions for axis values to have an effect, each with the message if it fails."""
-    heads = _MODELS[cell.model].n_kv_heads
+    heads = MODELS[cell.model].n_kv_heads
     yield (
         cell.model != "integer" or cell.precision == "fp32",
         "model integer needs precision fp32, which holds its sums",
     )
-    if _MODELS[cell.model].n_experts:
+    if MODELS[cell.model].n_experts:
         yield cell.accumulation == 1, "experts are balanced over a whole step, which micro-batches do not see together"
         yield mesh.tp == 1 and mesh.pp == 1, "experts have neither tensor parallelism nor pipelines"
         yield not cell.compile, "the data alone tells the number of tokens of each expert, which breaks graphs"
         yield cell.weights != "hf", "a Llama model has no experts"
-        yield _MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
-    yield bool(_MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
+        yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
+    yield bool(MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
-        stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), _MODELS[cell.model].n_layers
+        stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers
         yield layers >= stages, f"{stages} stages of a pipeline cannot be cut from {layers} layers"
         yield cell.accumulation >= mesh.pp, f"a pipeline over {mesh.pp} ranks needs as many micro-batches"
         yield not cell.tied_embeddings, "the trainer does not tie weights of different stages"
@@ -568,19 +505,19 @@ def _global_batch_size(mesh: Mesh, cell: Cell) -> int:
     With the model `large` every rank has as many.
     """
     if cell.model == "large":
-        return _LARGE_BATCH_SIZE * mesh.dp_replicate * mesh.dp_shard
+        return LARGE_BATCH_SIZE * mesh.dp_replicate * mesh.dp_shard
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
-    return next((size for size in _GLOBAL_BATCH_SIZES if size % micro_batches == 0), micro_batches)
+    return next((size for size in GLOBAL_BATCH_SIZES if size % micro_batches == 0), micro_batches)
 
 
 def _gradient_divisor(cell: Cell, mesh: Mesh) -> float | None:
-    factor = _DIVISORS.get(cell.gradient_divisor)
+    factor = DIVISORS.get(cell.gradient_divisor)
     return None if factor is None else factor * mesh.dp_replicate * mesh.dp_shard
 
 
 def _optimizer(cell: Cell) -> OptimizerConfig:
     optimizer = replace(
-        _OPTIMIZERS[cell.optimizer],
+        OPTIMIZERS[cell.optimizer],
         max_norm=cell.clip,
         norm_type="inf" if cell.norm_type == "inf" else float(cell.norm_type),
         foreach_clip=cell.foreach_clip,
@@ -588,7 +525,7 @@ def _optimizer(cell: Cell) -> OptimizerConfig:
     if cell.schedule == "cosine":
         # The same schedule for runs of any length: CKPT-2 compares with a run that ends where another one was saved.
         optimizer = replace(optimizer, warmup_steps=1, lr_decay_steps=4, final_lr_fraction=0.1)
-    return replace(optimizer, lr=_INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
+    return replace(optimizer, lr=INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
 
 
 def compile_backend(mesh: Mesh) -> Literal["inductor", "aot_eager"]:
