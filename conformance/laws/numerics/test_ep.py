@@ -134,7 +134,7 @@ def _sent(record: Record, step: int, phase: str, *, numbers: bool = False) -> in
 @law("EP-5", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
 def test_routers_choose_in_fp32(measure: Measure, cell: Cell) -> None:
     """Probabilities of experts MUST be those of fp32 arithmetic on the router's input and weight, in every precision,
-    and the most probable experts MUST be chosen, but for rounding.
+    and the most probable experts MUST be chosen, up to rounding.
 
     Wrong if logits or probabilities are rounded to 16 bits: experts whose logits are close then change places.
     """
