@@ -18,6 +18,7 @@ from reference_trainer.checks import UsageError
 _ROOT = PROJECT if IS_CHECKOUT else PACKAGE
 """Outermost directory whose collection is meant to collect the laws; an environment may lie in any other project."""
 _MODULES = re.compile(r"conformance(\.laws(\.\w+)*)?")
+_PATHS = re.compile(r"conformance/(laws/.*)?")
 _CLAIMED = pytest.StashKey[list[str]]()
 """Key of a configuration for the options that could not be added."""
 _CPUS_PER_WORKER = 4  # most worlds have four ranks
@@ -52,7 +53,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     """Add the options of the suite if the arguments may lead to the laws.
 
     The values of options that are unknown so far, such as `smoke` of `--profile smoke`, look like arguments here. So
-    the directory and `testpaths` count too, which pytest collects without arguments.
+    the directory and `testpaths` count too, which pytest collects without arguments. Raises pytest.UsageError for paths
+    of the laws that are elsewhere: pytest would not know the suite's options there, and name the first of these.
     """
     known = early_config.known_args_namespace
     directory = early_config.invocation_params.dir
@@ -62,6 +64,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         from conformance.pytest_plugin.options import add_options
 
         early_config.stash[_CLAIMED] = add_options(parser)
+        return
+    for path in filter(_PATHS.fullmatch, known.file_or_dir):
+        if not (directory / path).exists():
+            advice = "run pytest in a checkout of the suite, or with `--pyargs conformance.laws`"
+            raise pytest.UsageError(f"no {path} in {directory}: {advice}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own junitxml, which reads an option set here

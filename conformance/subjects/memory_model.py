@@ -172,22 +172,26 @@ def _itemsize(parameter: ShardedParameter) -> int:
 
 
 def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:
-    """Return the activations that a rank may hold for a micro-batch of a step."""
+    """Return the activations that a rank may hold for a micro-batch of a step.
+
+    A run in bf16 in which FSDP2 casts no parameters is torch's autocast's. Where it keeps some groups in fp32, code
+    that follows the dtype of their weights has activations in fp32, beside their casts.
+    """
     known, in_bf16 = evidence.reference.facts, evidence.cell.precision == "bf16"
     exchanged = any(entry.kind == "all_to_all" for entry in facts.collectives)
     samples = evidence.cell.world_size if exchanged else 1
-    if in_bf16 and not _gathers_in_bf16(facts):
+    if in_bf16 and not _gathers(facts, "bfloat16"):
         alone = _scaled(known.autocast_activations[facts.data_rank], samples)
-    elif in_bf16 and known.bf16_activations:
+    elif in_bf16 and known.bf16_activations and not _gathers(facts, "float32"):
         alone = _scaled(known.bf16_activations[facts.data_rank], samples)
     else:
         alone = _scaled(known.activations[facts.data_rank], samples * (_BOTH if in_bf16 else 1.0))
     return _on_one_rank(alone, facts.saved_bytes[step]) if "tp" in evidence.cell.shape else alone
 
 
-def _gathers_in_bf16(facts: SubjectFacts) -> bool:
-    """Return whether FSDP2 casts parameters: a run in bf16 in which it does not is torch's autocast's."""
-    return any(entry.is_of_fsdp and (entry.kind, entry.dtype) == (GATHER, "bfloat16") for entry in facts.collectives)
+def _gathers(facts: SubjectFacts, dtype: str) -> bool:
+    """Return whether FSDP2 gathers parameters in a dtype."""
+    return any(entry.is_of_fsdp and (entry.kind, entry.dtype) == (GATHER, dtype) for entry in facts.collectives)
 
 
 def _on_one_rank(alone: ActivationMemory, saved_bytes: int) -> ActivationMemory:

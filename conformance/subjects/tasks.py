@@ -464,7 +464,9 @@ def _bf16(
 ) -> _Bf16:
     """Return the own errors of training in bf16 by autocast, and with cast parameters if the model can be cast.
 
-    `in_fp32` are the own errors of updates in fp32, by step.
+    `in_fp32` are the own errors of updates in fp32, by step. A model that adds a tensor in fp32 to its first
+    activations has none in bf16 with cast parameters, while FSDP2 casts inputs again where a group begins: autocast
+    tells the dtypes of its products then, and no layer is one that its code keeps in fp32.
     """
     kept = reference.kept_in_fp32(turns_of(subject)[0].subject, workload)
     way = reference.InBf16("autocast")
@@ -473,7 +475,7 @@ def _bf16(
     with suppress(*reference.REFUSALS):
         cast = reference.InBf16("cast", kept)
         runs.append(train_in(in_bf16=cast))
-        way = cast
+        way, kept = (cast, kept) if cast.matmul_dtypes else (way, [])
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial, in_fp32=in_fp32[step])
         for step in range(len(exact.parameters))

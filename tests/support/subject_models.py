@@ -247,6 +247,46 @@ class Routed(Model):
         return super().forward(x) * self.router(x.float()).sigmoid()  # type: ignore[no-any-return]
 
 
+class Shifted(Model):
+    """Model whose activations are in fp32 from the first addition on, unless a layer casts its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) + torch.ones(WIDTH, device=x.device)
+        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+inputs_cast_by_groups = declare(model=Shifted, precisions=["fp32", "bf16"])(shard)
+
+
+class Recurrent(nn.Module):
+    """Layer whose code takes the dtype of its weight, and keeps many activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.to(self.weight.dtype)
+        for _ in range(12):
+            state = (state * self.weight).sin()
+        return x + state.to(x.dtype)
+
+
+class WithRecurrence(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrence = Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.recurrence(x))
+
+
+@declare(model=WithRecurrence, precisions=["fp32", "bf16"])
+def recurrence_in_fp32(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.recurrence, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    return shard(model, mesh, config)
+
+
 class Following(Routed):
     """Model whose router takes the dtype of its weights."""
 

@@ -161,6 +161,8 @@ def test_a_mistake_is_one_crash_of_a_cell_with_one_line(
         ("layer_kept_in_fp32", ["dp2-bf16mp-default-full"]),
         ("router_in_fp32", ["dp2-bf16mp-default-full"]),
         ("ignored_router", ["dp2-bf16mp-default-full"]),
+        ("inputs_cast_by_groups", ["dp2-bf16mp-default-full"]),
+        ("recurrence_in_fp32", ["dp2-bf16mp-default-full"]),
     ],
 )
 def test_unusual_and_right_trainers_are_conformant(pools: Pools, tmp_path: Path, name: str, cells: list[str]) -> None:

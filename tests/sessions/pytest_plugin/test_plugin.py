@@ -101,6 +101,7 @@ SMOKE = ("--profile", "smoke", *IN_LAWS, "--cells", "id = dp2-fp32-default-meta"
 SESSIONS = {
     "help of others": ("--help",),
     "options of others": ("--cells", "mesh = dp2"),
+    "laws of a checkout": ("-n", "auto", "conformance/", "--profile", "smoke"),
     "help": ("--help", *IN_LAWS),
     "options, laws": (*SMOKE, "-n0"),
     "laws, options": (*SMOKE[2:], *SMOKE[:2], "-n2"),
@@ -133,6 +134,14 @@ def test_sessions_of_the_laws_alone_have_the_options_of_the_suite(ended: dict[st
     assert "--share-gpu" not in ended["help of others"].out
     assert ended["options of others"].status == 4
     assert "--share-gpu" in ended["help"].out
+
+
+def test_laws_that_are_not_in_the_directory_are_one_line(ended: dict[str, Printed]) -> None:
+    status, out, err = ended["laws of a checkout"]
+    assert (status, out) == (4, "")
+    assert re.fullmatch(r"ERROR: no conformance/ in \S+: run pytest in a checkout of the suite, or .*", err.strip()), (
+        err
+    )
 
 
 def test_options_stand_before_and_after_the_laws(ended: dict[str, Printed]) -> None:
