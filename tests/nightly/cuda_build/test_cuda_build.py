@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 
 from conformance.experiments.training import train_cell
 from conformance.plan.cells import ALLOCATOR_VARIABLES, Cell
-from conformance.run.experiment import job_of
+from conformance.run.experiment import job_of, json_like
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankContext
 
@@ -59,7 +58,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch i
 def test_ranks_on_processors_ask_cuda_for_nothing(pools: Pools, tmp_path: Path, mesh: str) -> None:
     """Else each would load the driver and open its devices, and be another run than on a machine without any."""
     cell = Cell(mesh=mesh)
-    payload = msgspec.to_builtins(job_of(cell, tmp_path, defect=None))
+    payload = json_like(job_of(cell, tmp_path, defect=None))
     task = Task(f"{__name__}:train_and_count", payload, kind=mesh)
     for result in pools.run(task, world_size=cell.world_size, deadline_s=120):
         assert result == {"calls": {}, "finished": True, "devices": 0}

@@ -14,7 +14,7 @@ import pytest
 from conformance.experiments import context as experiments_context
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import find_hardware
-from conformance.run.experiment import Experiment, job_of
+from conformance.run.experiment import Experiment, job_of, json_like
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankContext
 from conformance.sweeps import operator_sweep, optimizers, options, parallel_styles, trials
@@ -96,7 +96,7 @@ def swept(pools: Pools, experiment: Experiment[Swept], mesh: str, subjects: tupl
     hardware = find_hardware(FakeDevices(), accelerator=accelerator, share_gpu="auto")
     cell = Cell(mesh=mesh)
     with tempfile.TemporaryDirectory() as directory:
-        job: Any = msgspec.to_builtins(job_of(cell, Path(directory), defect=None))
+        job: Any = json_like(job_of(cell, Path(directory), defect=None))
         payload = {"experiment": experiment.name, "job": job, "subjects": list(subjects)}
         task = Task(f"{__name__}:sweep", payload, compiles=True)
         environment = hardware.environment("sim" if accelerator == "sim" else "gloo")

@@ -14,7 +14,7 @@ from conformance.experiments.training import train_cell
 from conformance.instruments.facts import CompilationFacts, RankFacts
 from conformance.laws.numerics import test_mp, test_par
 from conformance.plan.cells import Cell
-from conformance.run.experiment import TRAINING, job_of
+from conformance.run.experiment import TRAINING, job_of, json_like
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankContext
 
@@ -23,7 +23,7 @@ LAYERS, STEPS = 2, 3
 
 def payload(cell: Cell, directory: Path) -> dict[str, Any]:
     """Return the job of `train_cell`; compiled cells use aot_eager, since a C++ compiler takes many seconds."""
-    job: dict[str, Any] = msgspec.to_builtins(job_of(cell, directory, defect=None))
+    job: dict[str, Any] = json_like(job_of(cell, directory, defect=None))
     if cell.compile:
         job["config"]["compile"] = "aot_eager"
     directory.mkdir()
