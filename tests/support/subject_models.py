@@ -248,8 +248,6 @@ class Routed(Model):
 
 
 class Shifted(Model):
-    """Model whose activations are in fp32 from the first addition on, unless a layer casts its inputs."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x) + torch.ones(WIDTH, device=x.device)
         return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
@@ -258,24 +256,18 @@ class Shifted(Model):
 inputs_cast_by_groups = declare(model=Shifted, precisions=["fp32", "bf16"])(shard)
 
 
-class Recurrent(nn.Module):
-    """Layer whose code takes the dtype of its weight, and keeps many activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
-
+class Recurrent(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         state = x.to(self.weight.dtype)
         for _ in range(12):
-            state = (state * self.weight).sin()
+            state = (state * self.weight + self.bias).sin()
         return x + state.to(x.dtype)
 
 
 class WithRecurrence(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrence = Recurrent()
+        self.recurrence = Recurrent(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.recurrence(x))
