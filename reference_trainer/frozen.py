@@ -19,7 +19,7 @@ def freeze(model: nn.Module, frozen: tuple[Frozen, ...], *, step: float = math.i
     """Let only parameters require gradients that train in a step; by default those that train in any.
 
     Call it after tensor parallelism, whose `SequenceParallel` replaces frozen norms by some that require gradients
-    (torch 2.15), and between steps, when FSDP has all parameters sharded.
+    (findings/norms_thawed_by_sequence_parallel.py), and between steps, when FSDP has all parameters sharded.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains_in(name, frozen, step=step))

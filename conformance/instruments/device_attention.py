@@ -1,14 +1,13 @@
 """Fused attention operators of accelerators on the CPU, which has no kernel of them: flash, efficient and cuDNN.
 
 Ring attention of `torch.distributed.tensor.experimental.context_parallel` merges the outputs and log-sum-exps of these
-operators, so without them none of its code runs. The kernels here compute the formulas of FlashAttention-2
-(https://arxiv.org/abs/2307.08691, sections 3.1.1 and 3.1.2) in fp32, or fp64, and round to the dtype of the inputs;
-they are registered for the CPU, for which torch has none, and replace nothing. A kernel of a device is another matter:
-nothing here says that it is right.
+operators, so without them none of its code runs. Here they are the CPU's own flash attention, which has another name
+and other arguments; they are registered for the CPU, for which torch has none, and replace nothing. A kernel of a
+device is another matter: nothing here says that it is right.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -55,23 +54,20 @@ def _call_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
     return output
 
 
-def _call_efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+def _call_with_bias(
+    operator: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Call the efficient or the cuDNN operator, which take a bias, and whether backward needs the log-sum-exps."""
     needs_sums = any(each.requires_grad for each in (query, key, value))
-    output: Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, needs_sums, 0.0, is_causal, scale=scale
-    )[0]
+    output: Tensor = operator(query, key, value, None, needs_sums, 0.0, is_causal, scale=scale)[0]
     return output
 
 
-def _call_cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    needs_sums = any(each.requires_grad for each in (query, key, value))
-    output: Tensor = _aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, needs_sums, 0.0, is_causal, False, scale=scale
-    )[0]
-    return output
-
-
-_CALLS = {"flash": _call_flash, "efficient": _call_efficient, "cudnn": _call_cudnn}
+_CALLS: Mapping[str, Callable[..., Tensor]] = {
+    "flash": _call_flash,
+    "efficient": functools.partial(_call_with_bias, _aten._scaled_dot_product_efficient_attention),
+    "cudnn": functools.partial(_call_with_bias, _aten._scaled_dot_product_cudnn_attention),
+}
 
 
 def attention(
@@ -120,22 +116,7 @@ def _shared_among_heads(gradient: Tensor, tensor: Tensor) -> Tensor:
     return summed
 
 
-def _no_dropout(dropout: float) -> None:
-    if dropout:
-        raise NotImplementedError("the CPU's stand-in of fused attention knows no dropout")
-
-
-def _empty(query: Tensor) -> Tensor:
-    return query.new_empty(0)
-
-
-def _lengths(query: Tensor, key: Tensor) -> tuple[None, None, int, int]:
-    """Return the cumulative lengths of packed sequences, of which there are none, and the longest lengths."""
-    return None, None, query.shape[2], key.shape[2]
-
-
-def _seed(query: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=query.device)
+# The operators with the arguments of their schemas (aten/src/ATen/native/native_functions.yaml).
 
 
 def _flash(
@@ -144,109 +125,70 @@ def _flash(
     value: Tensor,
     dropout: float = 0.0,
     is_causal: bool = False,
-    mask: bool = False,
+    _mask: bool = False,
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    _no_dropout(dropout)
-    output, sums = attention(query, key, value, is_causal=is_causal, scale=scale)
-    return output, sums, *_lengths(query, key), _seed(query), _seed(query), _empty(query)
-
-
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    _cum_queries: Tensor,
-    _cum_keys: Tensor,
-    _queries: int,
-    _keys: int,
-    _dropout: float,
-    is_causal: bool,
-    _philox_seed: Tensor,
-    _philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return attention_gradients(grad, query, key, value, output, sums, is_causal=is_causal, scale=scale)
+    output, sums = _without_dropout(query, key, value, dropout, is_causal, scale)
+    return output, sums, None, None, query.shape[2], key.shape[2], _seed(query), _seed(query), query.new_empty(0)
 
 
 def _efficient(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
+    _bias: Tensor | None,
     needs_sums: bool,
     dropout: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _no_dropout(dropout)
-    assert bias is None
-    output, sums = attention(query, key, value, is_causal=is_causal, scale=scale)
-    return output, sums if needs_sums else _empty(sums), _seed(query), _seed(query)
-
-
-def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _bias: Tensor | None,
-    output: Tensor,
-    sums: Tensor,
-    _philox_seed: Tensor,
-    _philox_offset: Tensor,
-    _dropout: float,
-    _needed: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, ...]:
-    gradients = attention_gradients(grad, query, key, value, output, sums, is_causal=is_causal, scale=scale)
-    return *gradients, None
+    output, sums = _without_dropout(query, key, value, dropout, is_causal, scale)
+    return output, sums if needs_sums else sums.new_empty(0), _seed(query), _seed(query)
 
 
 def _cudnn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
+    _bias: Tensor | None,
     _needs_sums: bool,
     dropout: float = 0.0,
     is_causal: bool = False,
-    mask: bool = False,
+    _mask: bool = False,
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    _no_dropout(dropout)
-    assert bias is None
-    output, sums = attention(query, key, value, is_causal=is_causal, scale=scale)
-    return output, sums.unsqueeze(-1), *_lengths(query, key), _seed(query), _seed(query), None
+    output, sums, *others = _flash(query, key, value, dropout, is_causal, scale=scale)
+    return output, sums.unsqueeze(-1), *others[:-1], None
 
 
-def _cudnn_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    _philox_seed: Tensor,
-    _philox_offset: Tensor,
-    _bias: Tensor | None,
-    _cum_queries: Tensor,
-    _cum_keys: Tensor,
-    _queries: int,
-    _keys: int,
-    _dropout: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shares = sums.squeeze(-1)
-    return attention_gradients(grad, query, key, value, output, shares, is_causal=is_causal, scale=scale)
+def _without_dropout(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    if dropout:
+        raise NotImplementedError("the CPU's stand-in of fused attention knows no dropout")
+    return attention(query, key, value, is_causal=is_causal, scale=scale)
+
+
+def _seed(query: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=query.device)
+
+
+def _flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    return attention_gradients(*arguments[:6], is_causal=arguments[11], scale=scale)
+
+
+def _efficient_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor | None, ...]:
+    """Return the gradients, and none of the bias, which stands before the output."""
+    inputs, outputs, rest = arguments[:4], arguments[5:7], arguments[7:]
+    is_causal = rest[4] if len(rest) > 4 else False
+    return *attention_gradients(*inputs, *outputs, is_causal=is_causal, scale=scale), None
+
+
+def _cudnn_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients; log-sum-exps have a dimension more."""
+    grad, query, key, value, output, sums, *rest = arguments
+    sums = sums.squeeze(-1)
+    return attention_gradients(grad, query, key, value, output, sums, is_causal=rest[8], scale=scale)

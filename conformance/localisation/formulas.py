@@ -252,7 +252,7 @@ def _norms(
         yield f"{order:g}-norm", f"gradients are clipped by their {order:g}-norm", [other] * cell.world_size
     by_ranks: dict[str, list[str]] = {}
     for name, parameter in record.ranks[0].parameters.items():
-        by_ranks.setdefault(str((parameter.shard_ranks, parameter.replica_ranks)), []).append(name)
+        by_ranks.setdefault(str(parameter.shard_ranks), []).append(name)
     for id_, told, other in (*partial_norms(gradients), *added_norms(gradients, list(by_ranks.values()))):
         yield id_, told, [other] * cell.world_size
 
