@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from conformance.instruments.profiler_trace import Span
+
 Interval = tuple[float, float]
 """Start and end."""
 
@@ -18,17 +20,6 @@ EXCLUDED = "conformance: excluded"
 """Name of the spans in which instruments work: they do not belong to the step."""
 _MICROSECOND_S = 1e-6
 _COMPUTES_ON_CPU = ("aten::", "fsdp::")
-
-
-class Span(msgspec.Struct):
-    """Event of a trace; an event that lasts (`ph` is X) has all of these fields, times in microseconds."""
-
-    name: str = ""
-    cat: str = ""
-    ph: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    tid: int | str = 0
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):

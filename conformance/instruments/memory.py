@@ -10,24 +10,21 @@ profiler's sight.
 """
 
 import gc
-import json
-import tempfile
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from conformance.instruments.profiler_trace import MEMORY, Span, read_trace
 from conformance.memory_segment import MemorySegment
 from reference_trainer.observer import Observer, Phase
 
 _CPU = 0
-"""`Device Type` of an event, as `c10::DeviceType` numbers them."""
+"""Type of the device of an event, as `c10::DeviceType` numbers them."""
 MARK = "memory mark: "
 """Prefix of a mark's name in the trace."""
 _C10D = "c10d::"
@@ -206,39 +203,34 @@ def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedge
             yield ledger
         finally:
             _profilers.remove(profiler)
-    events = sorted(_trace(profiler), key=lambda event: event["ts"])
-    if not any(event["name"] == "[memory]" for event in events):
+    events = sorted(_trace(profiler), key=lambda event: event.ts)
+    if not any(event.name == MEMORY for event in events):
         raise RuntimeError("the profiler has reported no allocation: this torch cannot be asked for its memory")
     ledger.add_up(_reports(events, thread=threading.get_native_id()), mapped_bytes=mapped_bytes)
 
 
-def _reports(events: list[dict[str, Any]], *, thread: int) -> Iterator[Report]:
+def _reports(events: list[Span], *, thread: int) -> Iterator[Report]:
     """Reports of a trace; memory of another thread, or inside of an operator of c10d, belongs to the last operator."""
     operator, until = "", 0.0
     for number, event in enumerate(events):
-        name = str(event["name"])
-        if name == "[memory]":
-            address, change = event["args"]["Addr"], event["args"]["Bytes"]
-            own = event["tid"] == thread and event["ts"] > until
-            yield (address, change) if own else (address, change, operator)
-        elif name.startswith(MARK):
-            yield name.removeprefix(MARK)
+        if event.name == MEMORY:
+            own = event.tid == thread and event.ts > until
+            change = event.args.address, event.args.change_bytes
+            yield change if own else (*change, operator)
+        elif event.name.startswith(MARK):
+            yield event.name.removeprefix(MARK)
         else:
-            operator, until = f"{name}#{number}", event["ts"] + event["dur"]
+            operator, until = f"{event.name}#{number}", event.ts + event.dur
 
 
-def _trace(profiler: Any) -> list[dict[str, Any]]:
+def _trace(profiler: profile) -> list[Span]:
     """Events of the CPU's allocator, operators of c10d, and marks."""
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_bytes())["traceEvents"]
-    return [event for event in events if _is_span(event) or _is_report(event)]
+    return [event for event in read_trace(profiler.export_chrome_trace) if _is_span(event) or _is_report(event)]
 
 
-def _is_span(event: dict[str, Any]) -> bool:
-    return event.get("ph") == "X" and str(event.get("name", "")).startswith((MARK, _C10D))
+def _is_span(event: Span) -> bool:
+    return event.ph == "X" and event.name.startswith((MARK, _C10D))
 
 
-def _is_report(event: dict[str, Any]) -> bool:
-    return event.get("name") == "[memory]" and event["args"]["Device Type"] == _CPU
+def _is_report(event: Span) -> bool:
+    return event.name == MEMORY and event.args.device_type == _CPU

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -570,8 +570,14 @@ def readable_path(file: str) -> str:
 
     Another path is returned as it is.
     """
+    return _readable_from(os.getcwd(), file)
+
+
+@cache
+def _readable_from(working_directory: str, file: str) -> str:
+    """Return a file's readable path; remembered, since a tap names the line of each operator."""
     path = Path(file)
-    for root in (Path(_TORCH).parent, PROJECT, Path.cwd()):
+    for root in (Path(_TORCH).parent, PROJECT, working_directory):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
     return file

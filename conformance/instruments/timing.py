@@ -3,19 +3,17 @@
 The profile has not yet been run on a device, see docs/gpu.md.
 """
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
-import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from conformance.instruments import accelerators
-from conformance.instruments.communication import EXCLUDED, Communication, Span, communication
+from conformance.instruments.communication import EXCLUDED, Communication, communication
+from conformance.instruments.profiler_trace import read_trace
 from reference_trainer.observer import Observer, Phase
 
 _WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
@@ -69,10 +67,6 @@ class StepTimes(Observer):
             self._excluded_s += self._clock() - start_s
 
 
-class _Trace(msgspec.Struct):
-    traceEvents: list[Span]  # noqa: N815 - the format's name
-
-
 class StepProfile:
     """Profiler of one step, or of none if `step` is None."""
 
@@ -108,14 +102,6 @@ class StepProfile:
     def excluded(self) -> AbstractContextManager[object]:
         """Return the context for work that does not belong to the step."""
         return nullcontext() if self._profile is None else record_function(EXCLUDED)
-
-
-def read_trace(export: Callable[[str], object]) -> list[Span]:
-    """Return the events of a trace that `export` writes to a file."""
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory, "trace.json")
-        export(str(trace))
-        return msgspec.json.decode(trace.read_bytes(), type=_Trace).traceEvents
 
 
 def _on_device() -> bool:

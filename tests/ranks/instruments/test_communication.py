@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from conformance.experiments.context import RankWorld
 from conformance.experiments.training import profiled_step
-from conformance.instruments.communication import EXCLUDED, Communication, Span, communication, length, uncovered, union
-from conformance.instruments.timing import StepProfile, read_trace
+from conformance.instruments.communication import EXCLUDED, Communication, communication, length, uncovered, union
+from conformance.instruments.profiler_trace import Span, read_trace
+from conformance.instruments.timing import StepProfile
 from conformance.plan.cells import Cell
 from conformance.run.experiment import job_of
 from conformance.run.pool import Pools
