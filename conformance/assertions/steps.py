@@ -9,7 +9,7 @@ from conformance.assertions import compare
 from conformance.assertions.dropout import are_masks_seen, recorded_masks
 from conformance.assertions.fixtures import Measure
 from conformance.experiments.environment import probe
-from conformance.instruments.operators import operands_of
+from conformance.instruments.operators import with_operands
 from conformance.numerics.rings import is_ring_sum, ring_of
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
@@ -65,18 +65,24 @@ def _compare_errors(record: Record, step: int) -> None:
     compare.between(error, least / factor, most * factor, name=name, detail=detail, unit=unit, kind="rounding")
 
 
-@lru_cache(maxsize=32)
 def emulation_of(record: Record, step: int) -> Emulation:
-    """Return the emulation of a step of a run, from the weights with which the step began.
-
-    It is cached: several laws compare the same step, one after another.
-    """
-    return _emulated(record, step)
+    """Return the emulation of a step of a run, from the weights with which the step began."""
+    return _noted_emulation(record, step)[0]
 
 
 def operands_of_emulation(record: Record) -> set[str]:
     """Return the operands of operators that add up, in the emulation of the first step of a run."""
-    return operands_of(partial(_emulated, record, record.steps[0]))
+    return _noted_emulation(record, record.steps[0])[1]
+
+
+@lru_cache(maxsize=32)
+def _noted_emulation(record: Record, step: int) -> tuple[Emulation, set[str]]:
+    """Return the emulation of a step, and its operands if the step is the first of the run.
+
+    It is cached: several laws compare the same step, one after another, and ENV-5 its operands.
+    """
+    emulate = partial(_emulated, record, step)
+    return with_operands(emulate) if step == record.steps[0] else (emulate(), set())
 
 
 def _emulated(record: Record, step: int) -> Emulation:

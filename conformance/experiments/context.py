@@ -23,6 +23,7 @@ from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
+from conformance.run.ranks.process_groups import hold_process_groups
 from conformance.sim import device as simulated
 from conformance.sim import schedules
 from conformance.sim.building import LIBRARY_VARIABLE
@@ -152,6 +153,8 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
             return
         yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))
         if dist.is_initialized():  # an experiment that makes its groups in other processes leaves none
+            if not context.device:
+                hold_process_groups()
             destroy_process_group()
 
 

@@ -8,13 +8,14 @@ cuBLASLt's heuristic search, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulP
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
 from reference_trainer.observer import Observer, Phase
 
+Result = TypeVar("Result")
 _PHASES: tuple[Phase, ...] = ("evaluate", "forward", "backward", "clip", "optimizer")
 
 
@@ -103,13 +104,13 @@ class Operands(Observer):
         return note
 
 
-def operands_of(compute: Callable[[], object]) -> set[str]:
-    """Return the operands that a function hands to operators, as `Operands.noted` has them."""
+def with_operands(compute: Callable[[], Result]) -> tuple[Result, set[str]]:
+    """Return the result of a function, and the operands that it hands to operators, as `Operands.noted` has them."""
     operands = Operands()
     operands.phase("forward", step=0)
     with DispatchTap([operands.listen]):
-        compute()
-    return operands.noted
+        result = compute()
+    return result, operands.noted
 
 
 def _spelled(tensor: Tensor) -> str:

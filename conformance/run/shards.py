@@ -5,7 +5,7 @@ Assembling uses none of the collectives that laws judge.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,9 +62,9 @@ class CapturedShards(ABC):
         """Facts by rank."""
 
     @cached_property
-    def shards(self) -> "list[dict[str, Tensor]]":
+    def shards(self) -> "list[Mapping[str, Tensor]]":
         """Captured tensors of any shape and dtype by rank and key, see `conformance.instruments.capture.Capture`."""
-        return [_load(self.directory / tensor_file(rank)) for rank in range(self.world_size)]
+        return [TensorFile(self.directory / tensor_file(rank)) for rank in range(self.world_size)]
 
     def select(self, prefix: str) -> "dict[str, Tensor]":
         """Return the full tensors whose keys begin with `WHEN/KIND/`, by the rest of the key.
@@ -95,7 +95,8 @@ class CapturedShards(ABC):
 
     def shards_below(self, prefix: str, *, rank: int) -> "dict[str, Tensor]":
         """Return a rank's tensors whose keys begin with `WHEN/KIND/`, by the rest of the key."""
-        return {key.removeprefix(prefix): t for key, t in self.shards[rank].items() if key.startswith(prefix)}
+        shards = self.shards[rank]
+        return {key.removeprefix(prefix): shards[key] for key in shards if key.startswith(prefix)}
 
     @cached_property
     def unequal_copies(self) -> list[tuple[str, int]]:
@@ -149,10 +150,27 @@ class CapturedShards(ABC):
         return full.view(facts.shape)
 
 
-def _load(file: Path) -> "dict[str, Tensor]":
-    """Return the tensors of a file by key; safetensors imports torch here, only in processes that judge tensors."""
-    with safe_open(file, framework="pt") as tensors:
-        return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
+class TensorFile(Mapping[str, "Tensor"]):
+    """Tensors of a file by key, each read when it is first asked for: a law asks for few of them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = safe_open(file, framework="pt")  # which imports torch, only in processes that judge tensors
+        self._read: dict[str, Tensor | None] = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, key: str) -> "Tensor":
+        tensor = self._read[key]
+        if tensor is None:
+            tensor = self._read[key] = self._file.get_tensor(key)
+        return tensor
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 def tensor_file(rank: int) -> str:

@@ -13,7 +13,7 @@ from conformance.run.devices.leases import Lease
 from conformance.run.failures import PoolError
 from conformance.run.ranks.client import START_LIMIT_S, RankHandle, ServerProcess, dump_stacks
 from conformance.run.ranks.flight_recorder import collect_dumps
-from conformance.run.ranks.messages import READY, Assignment, RankReport, Task
+from conformance.run.ranks.messages import KEPT_STORE, READY, Assignment, RankReport, Task
 
 SETTLE_S = 1.0
 """Time for the remaining ranks to report their state after the first failure."""
@@ -65,15 +65,15 @@ class World:
         """Run one task; returns a report for each rank on this host.
 
         Anything but a clean success of all ranks ends this world. The process group of the task uses `rendezvous`, an
-        `init_method` that hosts can share, or a file of this world. After the failure of one rank, or after `stop`
+        `init_method` that hosts can share, or the store of this world. After the failure of one rank, or after `stop`
         tells of a failure on another host, the other ranks are given `SETTLE_S` before they are ended.
         """
         self._tasks += 1
         number = f"task {self._tasks}".encode()
-        rendezvous_file = self._directory / f"rendezvous{self._tasks}"
+        rendezvous = rendezvous or f"{KEPT_STORE}://{self._directory}?task={self._tasks}"
         until_s = time.monotonic() + deadline_s
         try:
-            self._assign(Assignment(task, rendezvous or f"file://{rendezvous_file}", until_s, env), number=number)
+            self._assign(Assignment(task, rendezvous, until_s, env), number=number)
             reports = self._collect(number, until_s=until_s, stop=stop)
             if len(reports) < len(self._ranks) or any(report.state != "finished" for report in reports.values()):
                 final_reports = self._post_mortem(reports)
@@ -83,7 +83,6 @@ class World:
             self.close()
             raise
         self._ended_s = time.monotonic()
-        rendezvous_file.unlink(missing_ok=True)
         final_reports = tuple(rank.with_diagnostics(reports[rank.rank]) for rank in self._ranks)
         if any(report.leaks for report in final_reports):
             self.close()

@@ -33,7 +33,7 @@ MODULES_BELOW, MAIN = "conformance/*.py", "conformance/__main__.py"
 ORDER = (*LAYERS, (MAIN,))
 """Layers of imports, bottom up."""
 
-WITH_TORCH = ("conformance/run/ranks/process.py", "conformance/run/ranks/server.py")
+WITH_TORCH = tuple(f"conformance/run/ranks/{name}.py" for name in ("process", "process_groups", "server"))
 TORCH = re.compile(r"(torch|safetensors\.torch)(\..*)?")
 PYTEST_ALLOWED_IN = (
     "conformance/pytest_plugin/",
@@ -58,6 +58,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/sim_runs/pytorch_tests/": "PyTorch's own tests ask for the harness; a test that lacks it fails",
     "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
     "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",
+    "conformance/run/ranks/process_groups.py": "all groups of a process; without them these only end later",
     "conformance/run/ranks/preload.py": "names a module to load, and does without it where it is missing",
     "reference_trainer/__main__.py": "silences a logger, which is harmless where it does not exist",
     "conformance/defects/": "a fault is put where the real one was",

@@ -209,6 +209,26 @@ def reduce_and_hang(context: RankContext, payload: dict[str, Any]) -> int:
     return os.getpid()
 
 
+def group_twice(context: RankContext, _payload: dict[str, Any]) -> list[float]:
+    """Make the default process group twice in one task; returns a sum over the ranks of each."""
+    sums = []
+    for number in (1.0, 2.0):
+        join(context)
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def open_files(_context: RankContext, _payload: dict[str, Any]) -> int:
+    """Return the number of open files of this rank, when the groups of earlier tasks have ended."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def compile_a_square(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Compile and call a function; returns its result, and whether the compiler was there before."""
     preloaded = "torch._inductor.lowering" in sys.modules

@@ -20,6 +20,8 @@ DUMP_SIGNAL = signal.SIGUSR1
 DUMPED = bytes([DUMP_SIGNAL])
 RANK_IN_VALUE = "{rank}"
 """Placeholder for the rank in the values of a task's environment variables."""
+KEPT_STORE = "kept"
+"""Scheme of the `init_method` whose store a world keeps from task to task, see `process_groups.KeptStore`."""
 JSON_SCALARS = (type(None), bool, int, float, str)
 OUTPUT_TAIL_BYTES = 4096
 STACK_BYTES = 16384

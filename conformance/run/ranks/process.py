@@ -35,6 +35,7 @@ from conformance.run.ranks.messages import (
     RankReport,
     require_json_like,
 )
+from conformance.run.ranks.process_groups import KeptStore, drop_held_groups
 from reference_trainer.stopwatch import TRAINING
 
 SEED = 0
@@ -61,12 +62,13 @@ class Rank:
         require_clean_fork()
         self._dump_stacks_on_signal(channel)
         self._set_environment()
+        KeptStore(directory=self._files.directory, rank=self._rank, world_size=self._world_size).register()
         channel.send(READY)
         while number := _next_message(channel):
             report = self._perform(msgspec.msgpack.decode(self._files.assignment.read_bytes(), type=Assignment))
             self._files.report.write_bytes(msgspec.msgpack.encode(report))
             channel.send(number)
-            gc.collect()  # while the pool reads the report
+            collect_garbage()  # while the pool reads the report
         os._exit(0)
 
     def _redirect_output(self) -> None:
@@ -167,6 +169,16 @@ def require_clean_fork() -> None:
             f"the rank server of torch {torch.__version__} has asked CUDA for its devices, and no rank that it forks "
             "can use them: keep the module that asks out of conformance/run/ranks/preload.py"
         )
+
+
+def collect_garbage() -> None:
+    """Free garbage in cycles, and the process groups of the last task.
+
+    Caches survive, mostly those of DTensor: later collections, also those within tasks, need not visit them.
+    """
+    gc.collect()
+    gc.freeze()
+    drop_held_groups()
 
 
 def reset_process_state() -> None:

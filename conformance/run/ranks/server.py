@@ -82,6 +82,7 @@ class RankServer:
         """Fork ranks, which alone keep the locks open and so hold their devices until they die."""
         if request.compiles:
             preload_compiler()
+            gc.freeze()
         channels = fds[: len(request.ranks)]
         pids = [self._fork(request, index, channels=channels) for index in range(len(channels))]
         self._ranks.update(pids)

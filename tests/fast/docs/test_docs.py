@@ -20,7 +20,7 @@ from conformance.pytest_plugin.options import DEFAULT_PROFILE
 GENERATED = (
     *("conformance/laws/README.md", "docs/kinds.md", "docs/kill_matrix.md", "docs/located.md", "docs/mistakes.md"),
     *("docs/sim/fidelity.md", "docs/sim/operators.md", "docs/sim/pytorch_tests.md", "docs/torch_coverage.md"),
-    *("docs/loud_faults.md", "docs/predict.md"),
+    *("docs/loud_faults.md", "docs/predict.md", "docs/flames_smoke.md"),
     *("findings/README.md", "docs/symptoms.md"),
 )
 """Tables that a command writes as a whole; in other pages it writes blocks between markers."""

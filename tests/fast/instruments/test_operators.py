@@ -17,7 +17,7 @@ from conformance.instruments import delays as module
 from conformance.instruments.collectives import CollectiveLog, collective_kind
 from conformance.instruments.delays import EVERY, KINDS, delays
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
-from conformance.instruments.operators import Operands, operands_of
+from conformance.instruments.operators import Operands, with_operands
 
 
 def test_dispatch_tap_sees_local_tensors_of_dtensors(mesh: DeviceMesh) -> None:
@@ -118,7 +118,7 @@ if TYPE_CHECKING:
 
 
 def seen_operands(*tensors: Tensor, function: Callable[..., Tensor] = torch.mm) -> set[str]:
-    return operands_of(lambda: function(*tensors))
+    return with_operands(lambda: function(*tensors))[1]
 
 
 def test_dtypes_shapes_and_strides_are_told() -> None:
@@ -156,7 +156,7 @@ def test_what_adds_up_is_seen(function: Callable[[Tensor], Tensor]) -> None:
 def test_backward_is_seen_as_well() -> None:
     weight = torch.ones(4, 2, requires_grad=True)
     x = torch.ones(3, 4)
-    seen = operands_of(lambda: torch.autograd.grad((x @ weight).sum(), weight))
+    _, seen = with_operands(lambda: torch.autograd.grad((x @ weight).sum(), weight))
     assert "aten::mm float32[4, 3](1, 4) float32[3, 2](0, 0)" in seen
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from conformance.plan.cells import cell_from_id
 from conformance.run import pool
+from conformance.run.experiment import job_of, json_like
 from conformance.run.pool import Pools, RankReport, RunFailed, Task
 
 TASKS = "tests.support.pool_tasks"
@@ -195,6 +197,20 @@ def test_a_leaking_pool_is_replaced(pools: Pools, how: str, leaks: tuple[str, ..
     assert [report.leaks for report in reports] == [(), leaks]
     assert sleepers() == []
     assert set(pids(pools, world_size=2)).isdisjoint(before)
+
+
+def test_tasks_of_a_world_meet_again_and_again(pools: Pools) -> None:
+    assert [run(pools, "group_twice", world_size=3) for _ in range(2)] == [[[3.0, 6.0]] * 3] * 2
+
+
+def test_groups_of_earlier_tasks_leave_no_open_files(pools: Pools, tmp_path: Path) -> None:
+    cell = cell_from_id("dp2-tp2-fp32-default-meta")
+    trained = Task("benchmarks.warm_runs.steps:trained", json_like(job_of(cell, tmp_path, defect=None)))
+    opened = []
+    for _ in range(3):
+        pools.run(trained, world_size=4, deadline_s=60.0)
+        opened.append(run(pools, "open_files", world_size=4))
+    assert opened[1:] == opened[:1] * 2
 
 
 def test_a_rank_killed_while_idle_is_replaced(pools: Pools) -> None:
