@@ -6,7 +6,7 @@ STACKS is a file of py-spy, which is a tool of the user, written while a session
 
 SESSION names the session: `smoke` or `pr`. For ranks, workers, rank servers and the controller there is a tree of
 functions with their share of the samples, in which a function that does nearly all that its caller does stands on the
-line of the latter. `--write` writes docs/flames_SESSION.md.
+line of the latter. `--write` writes the page of the session, `flames_SESSION.md`.
 """
 
 import argparse

@@ -151,9 +151,10 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
             with simulated_world(job.world_size, rank=simulated_rank):
                 yield RankWorld(context, job, config, torch.device("cpu"))
             return
-        yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))
+        device = start_process_group(context) if process_group else device_of(context)
+        yield RankWorld(context, job, config, device)
         if dist.is_initialized():  # an experiment that makes its groups in other processes leaves none
-            if not context.device:
+            if device.type == "cpu":
                 hold_process_groups()
             destroy_process_group()
 

@@ -22,7 +22,7 @@ RANK_IN_VALUE = "{rank}"
 """Placeholder for the rank in the values of a task's environment variables."""
 KEPT_STORE = "kept"
 """Scheme of the `init_method` whose store a world keeps from task to task, see `process_groups.KeptStore`."""
-JSON_SCALARS = (type(None), bool, int, float, str)
+JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 OUTPUT_TAIL_BYTES = 4096
 STACK_BYTES = 16384
 
@@ -164,12 +164,14 @@ def require_json_like(value: object, *, where: str) -> None:
     """
     if type(value) is list:
         for index, item in enumerate(value):
-            require_json_like(item, where=f"{where}[{index}]")
+            if type(item) not in JSON_SCALARS:  # facts of a run have tens of thousands
+                require_json_like(item, where=f"{where}[{index}]")
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(f"{where} has the key {key!r}, which is not a str")
-            require_json_like(item, where=f"{where}[{key!r}]")
+            if type(item) not in JSON_SCALARS:
+                require_json_like(item, where=f"{where}[{key!r}]")
     elif type(value) not in JSON_SCALARS:
         kind = type(value)
         raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, not a JSON-like builtin")

@@ -1,5 +1,6 @@
 """Emulation of a mesh in one process, compared with plain formulas, and with one process where nothing rounds."""
 
+from functools import partial
 from math import floor, log2
 
 import msgspec
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
+from conformance.instruments.operators import with_operands
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import Tensors, initial_model, train_reference
 from conformance.plan.cells import Cell
@@ -144,3 +146,15 @@ def test_gradients_of_copies_are_summed_when_they_are_reduced(precision: str) ->
 def test_unknown_options_are_refused(config: TrainerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         emulated_step(config, weights(), step=0)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2), MeshConfig(dp_shard=2, tp=2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])
+def test_noting_operands_changes_no_bit(mesh: MeshConfig, precision: str) -> None:
+    """Laws compare the emulation whose operands are noted, too."""
+    config = changed(CONFIG, mesh=mesh, precision=precision)
+    emulate = partial(emulated_step, config, weights(config), step=0)
+    plain, (noted, operands) = emulate(), with_operands(emulate)
+    assert operands
+    assert noted.loss == plain.loss
+    assert all(torch.equal(noted.gradients[name], gradient) for name, gradient in plain.gradients.items())
