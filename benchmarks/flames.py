@@ -34,7 +34,9 @@ SAME_SHARE = 0.95
 """Share of its caller's samples from which on a function stands on the line of the latter."""
 _LINE = re.compile(r":\d+\)$")
 _FOREIGN = re.compile(r"\(.*/(?:site-packages|python3\.\d+)/")
-_BOILERPLATE = re.compile(r"\((?:_pytest|pluggy|xdist|execnet|importlib)/|\(<(?:frozen|string)|^<module>|^_wrapped_call")
+_BOILERPLATE = re.compile(
+    r"\((?:_pytest|pluggy|xdist|execnet|importlib)/|\(<(?:frozen|string)|^<module>|^_wrapped_call"
+)
 """Frames of pytest, of its plugins and of imports."""
 
 

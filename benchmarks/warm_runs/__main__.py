@@ -89,13 +89,13 @@ class ContinuousTests:
     def run(self) -> None:
         """Train once on all ranks. Raises RuntimeError if the test fails."""
         result = unittest.TestResult()
-        self._class("test_trains").run(result)
+        self._class("test_trains").run(result)  # type: ignore[no-untyped-call]
         if not result.wasSuccessful() or result.skipped:
             raise RuntimeError(f"the test did not pass: {result.failures or result.errors or result.skipped}")
 
     def close(self) -> None:
         """End all ranks."""
-        self._class.tearDownClass()
+        self._class.tearDownClass()  # type: ignore[no-untyped-call]
 
 
 def compared(mesh: str, *, runs: int) -> list[Timing]:

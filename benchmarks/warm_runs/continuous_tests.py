@@ -1,4 +1,4 @@
-"""Steps of the benchmark as a test of torch's harness, whose processes and process group live as long as the class of tests."""
+"""Steps of the benchmark as tests of torch's harness, whose process group lives as long as a class of tests."""
 
 import torch
 from torch.testing._internal.common_distributed import MultiProcContinuousTest

@@ -154,8 +154,8 @@ class TensorFile(Mapping[str, "Tensor"]):
     """Tensors of a file by key, each read when it is first asked for: a law asks for few of them."""
 
     def __init__(self, file: Path) -> None:
-        self._file = safe_open(file, framework="pt")  # which imports torch, only in processes that judge tensors
-        self._read: dict[str, Tensor | None] = dict.fromkeys(self._file.keys())
+        self._file: Any = safe_open(file, framework="pt")  # which imports torch, only in processes that judge tensors
+        self._read: dict[str, Tensor | None] = dict.fromkeys(self._file.keys())  # type: ignore[no-untyped-call]
 
     def __getitem__(self, key: str) -> "Tensor":
         tensor = self._read[key]

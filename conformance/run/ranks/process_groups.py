@@ -14,6 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore, register_rendezvous_handler  # type: ignore[attr-defined]
 
 from conformance.run.ranks.messages import KEPT_STORE
 
@@ -30,14 +32,14 @@ class KeptStore:
     def __init__(self, *, directory: Path, rank: int, world_size: int) -> None:
         self._port_file = directory / "store.port"
         self._rank, self._world_size = rank, world_size
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._meetings = 0
 
     def register(self) -> None:
         """Make URLs with the scheme `KEPT_STORE` an `init_method` of this process."""
-        dist.register_rendezvous_handler(KEPT_STORE, self._meet)
+        register_rendezvous_handler(KEPT_STORE, self._meet)  # type: ignore[no-untyped-call]
 
-    def _meet(self, url: str, *, timeout: timedelta, **_options: object) -> Iterator[tuple[dist.Store, int, int]]:
+    def _meet(self, url: str, *, timeout: timedelta, **_options: object) -> Iterator[tuple[Store, int, int]]:
         """Yield the store under a prefix of this process group alone; every rank makes the same groups in turn.
 
         Waits happen one call below, where the stack of a hung rank shows that it waits for its peers, see
@@ -47,15 +49,15 @@ class KeptStore:
         if self._store is None:
             self._store = self._serve() if self._rank == 0 else self._client(self._port(timeout))
         self._meetings += 1
-        store = dist.PrefixStore(f"{query['task']}/{self._meetings}", self._store)
+        store = PrefixStore(f"{query['task']}/{self._meetings}", self._store)
         yield store, int(query["rank"]), int(query["world_size"])
         raise RuntimeError("ranks meet once for each process group")
 
-    def _serve(self) -> dist.TCPStore:
+    def _serve(self) -> TCPStore:
         """Serve the store on the loopback alone; the port is told when connections are accepted."""
         listener = socket.create_server((_HOST, 0))
         port: int = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = TCPStore(
             _HOST,
             port,
             self._world_size,
@@ -69,8 +71,8 @@ class KeptStore:
         written.rename(self._port_file)
         return store
 
-    def _client(self, port: int) -> dist.TCPStore:
-        return dist.TCPStore(_HOST, port, self._world_size, is_master=False, timeout=_NO_LIMIT, wait_for_workers=False)
+    def _client(self, port: int) -> TCPStore:
+        return TCPStore(_HOST, port, self._world_size, is_master=False, timeout=_NO_LIMIT, wait_for_workers=False)
 
     def _port(self, limit: timedelta) -> int:
         until_s = time.monotonic() + limit.total_seconds()

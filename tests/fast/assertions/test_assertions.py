@@ -218,7 +218,7 @@ CELL = Cell(mesh="dp2", precision="bf16-mp", compile=True)
 class Recorded:
     """Record of one step that inductor compiled, with gradients made of those of the emulation and of fp32."""
 
-    cell, device_type, kernel_type = CELL, "cpu", "cpu"
+    cell, device_type, kernel_type, steps = CELL, "cpu", "cpu", (0,)
 
     def __init__(self, gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
         self.config = msgspec.structs.replace(CELL.config, compile="inductor")
