@@ -22,6 +22,7 @@ from conformance.cli.reports import as_json
 from conformance.findings.symptoms import read_symptoms, symptoms_markdown
 from conformance.findings.table import CATALOGUE, TRAINERS, catalogue, findings, read_versions, worst
 from conformance.judge.registry import asserted_laws
+from conformance.plan.lock import STARTUP_S
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
@@ -177,7 +178,7 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
 
 
 def _estimated(matrix: Matrix, profile: str) -> str:
-    expected_s = sum(matrix.seconds[cell.id] for cell in {case.cell for case in matrix.cases(profile)})
+    expected_s = STARTUP_S + sum(matrix.seconds[cell.id] for cell in {case.cell for case in matrix.cases(profile)})
     return f"about {expected_s / 60:.0f} min, estimated"
 
 

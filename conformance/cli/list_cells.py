@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands, add_matrix, add_profile
 from conformance.plan.cells import Cell
-from conformance.plan.content import Exclusion
-from conformance.plan.matrix import Case, load_matrix
+from conformance.plan.lock import STARTUP_S
+from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from reference_trainer.checks import UsageError
 
@@ -41,21 +41,23 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
     if options.cases:
         return Answer("\n".join(case.id for case in cases))
-    return Answer(_table(options.profile, cases, matrix.exclusions))
+    return Answer(_table(options.profile, cases, matrix))
 
 
-def _table(profile: str, cases: Sequence[Case], exclusions: Sequence[Exclusion]) -> str:
+def _table(profile: str, cases: Sequence[Case], matrix: Matrix) -> str:
     """Return a table of the cells with their laws, and one of the rules by which cells are excluded."""
     laws = defaultdict[Cell, list[str]](list)
     for case in cases:
         laws[case.cell].append(case.law)
     rows = [[cell.id, cell.world_size, len(judging), ", ".join(judging)] for cell, judging in laws.items()]
     rows.sort(key=lambda row: (row[1], row[0]))
+    expected_s = STARTUP_S + sum(matrix.seconds[cell.id] for cell in laws)
+    expected = f"{expected_s:.0f} s on the machine of matrix.lock, with all laws of the cells"
     sections = [
         tabulate(rows, headers=["cell", "ranks", "laws", ""]),
-        f"profile {profile}: {len(cases)} cases on {len(laws)} cells",
+        f"profile {profile}: {len(cases)} cases on {len(laws)} cells, {expected}",
     ]
-    if exclusions:
-        rules = [[rule.when, rule.reason] for rule in exclusions]
+    if matrix.exclusions:
+        rules = [[rule.when, rule.reason] for rule in matrix.exclusions]
         sections.append(tabulate(rules, headers=["excluded cells", "reason"], maxcolwidths=[60, 80]))
     return "\n\n".join(sections)

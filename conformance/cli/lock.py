@@ -5,10 +5,12 @@ from collections import defaultdict
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands, add_matrix
-from conformance.matrix_lock.lock_file import lock_text, planned, read_lock
+from conformance.matrix_lock.derivation import CALIBRATION_S
+from conformance.matrix_lock.lock_file import HEADER_LINES, lock_text, planned, read_lock
 from conformance.plan.cells import Cell
 from conformance.plan.lock import lock_file
 from conformance.report.schema import read_report
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import load
 
 
@@ -40,15 +42,22 @@ def run(options: argparse.Namespace) -> Answer:
     text = lock_text(document, planned(document, durations_s, locked))
     if options.write:
         file.write_text(text)
-        return Answer(f"{file.name}: {len(text.splitlines()) - 2} cells")
+        return Answer(f"{file.name}: {len(text.splitlines()) - HEADER_LINES} cells")
     if not file.exists() or file.read_text() != text:
         return Answer(f"{file.name} is not what {matrix_file.name} derives: run `conformance lock --write`", status=1)
     return Answer(f"{file.name} is current")
 
 
 def _durations_s(directory: Path) -> dict[str, float]:
-    """Return the durations of cells in a report: of their runs and of judging, in a session with one worker."""
+    """Return the durations of cells in a report, as on the reference machine: of their runs and of judging.
+
+    Raises UsageError for a report without a calibration, and for one of several workers, which slow each other down.
+    """
+    report = read_report(directory)
+    if report.calibration_s is None or report.workers != 1:
+        raise UsageError(f"{directory}: durations are taken from a session with a calibration and one worker")
     seconds: dict[str, float] = defaultdict(float)
-    for case in read_report(directory).cases:
+    for case in report.cases:
         seconds[case.cell] += case.duration_s - case.wait_s
-    return {cell: round(max(cell_s, 0.01), 2) for cell, cell_s in seconds.items()}
+    slower = report.calibration_s / CALIBRATION_S
+    return {cell: round(max(cell_s / slower, 0.01), 2) for cell, cell_s in seconds.items()}

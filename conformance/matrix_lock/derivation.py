@@ -182,15 +182,17 @@ COST_AXES = frozenset(
     }
 )
 """Axes on which `estimated_s` depends."""
+CALIBRATION_S = 0.1
+"""Time that `experiments.calibration` takes on the reference machine, whose seconds all durations are."""
 _WORLD_S = {1: 0.4, 2: 0.75, 3: 1.2, 4: 1.35, 6: 1.7, 8: 2.0}
-"""Duration of a run of three steps and of its verdicts, with shards alone, by ranks, on two processors."""
+"""Duration of a run of three steps and of its verdicts, with shards alone, by ranks, on the reference machine."""
 _LARGEST_WORLD = 8
 _SIMULATED_S = 3.0
 """Rough duration of a cell that is only simulated, in one process."""
 
 
 def estimated_s(cell: Cell) -> float:
-    """Return the expected duration of a cell's runs and verdicts in seconds, on two processors."""
+    """Return the expected duration of a cell's runs and verdicts in seconds, on the reference machine."""
     mesh = Mesh.parse(cell.mesh)
     if mesh.world_size > _LARGEST_WORLD:
         return _SIMULATED_S

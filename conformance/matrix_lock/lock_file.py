@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conformance.defects.catalogue import defects
-from conformance.matrix_lock.derivation import derive, estimated_s
+from conformance.matrix_lock.derivation import CALIBRATION_S, derive, estimated_s
 from conformance.plan.cells import Cell
 from conformance.plan.content import Content, read_content
 from conformance.plan.lock import PlannedCell, planned_cell
@@ -19,7 +19,9 @@ from reference_trainer.strict_yaml import ConfigError, Document
 _HEADER = """\
 # Cells of {name}, best first: section, duration in seconds (~ estimated), id. `python -m conformance lock` writes them.
 # digest {digest}
+# calibration {calibration_s:.4f} s
 """
+HEADER_LINES = len(_HEADER.splitlines())
 _DEFECT, _OTHER_LAW, _LAW, _PAIR = 1.0, 0.05, 0.05, 0.0002
 """Weights of a defect that a cell shows, of another law to which it shows the defect, of a law that no earlier cell
 has, and of a pair of values."""
@@ -59,7 +61,7 @@ def lock_text(document: Document, planned: Sequence[PlannedCell]) -> str:
     width = max(len(each.section) for each in planned)
     lines = [f"{each.section:<{width}} {_duration(each):>7}  {each.cell.id}\n" for each in planned]
     digest = read_content(document).cells_digest
-    return _HEADER.format(name=Path(document.path).name, digest=digest) + "".join(lines)
+    return _HEADER.format(name=Path(document.path).name, digest=digest, calibration_s=CALIBRATION_S) + "".join(lines)
 
 
 def _duration(planned: PlannedCell) -> str:

@@ -1,6 +1,8 @@
 """matrix.lock: the derived cells, best first, with their durations; generated, committed and reviewed.
 
-`python -m conformance lock` writes the file, see `conformance.matrix_lock`; sessions only read it.
+`python -m conformance lock` writes the file, see `conformance.matrix_lock`; sessions only read it. Durations are those
+of a reference machine with two processors, on which the calibration takes the time that the file names: a duration that
+was measured elsewhere is divided by the ratio of the two calibrations. So a budget has the same cells on every machine.
 """
 
 import itertools
@@ -16,6 +18,7 @@ from conformance.plan.mesh import AxisError
 from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import ConfigError
 
+_CALIBRATION = re.compile(r"# calibration ([0-9]+\.[0-9]+) s")
 _LINE = re.compile(r"([a-z0-9-]+) +(~?)([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)")
 _WRITE = "run `python -m conformance lock --write"
 
@@ -26,14 +29,15 @@ class PlannedCell(msgspec.Struct, frozen=True):
     section: str
     """Section that derived the cell first."""
     seconds: float
-    """Time that a session on two processors takes longer with this cell than without it."""
+    """Time that a session on the reference machine takes longer with this cell than without it."""
     cell: Cell
     measured: bool = False
     """True if the time is of a report; otherwise `matrix_lock.derivation` has estimated it."""
 
 
 STARTUP_S = 8.0
-"""Time that a session takes without the durations of its cells: a worker imports torch, collects, and starts ranks.
+"""Time that a session on the reference machine takes without the durations of its cells: a worker imports torch,
+collects, and starts ranks.
 
 It includes first-time work of ranks where a short session has other first cells than the timed one."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -73,6 +77,15 @@ def locked_cells(matrix_file: Path, content: Content) -> list[PlannedCell]:
     if f"# digest {content.cells_digest}" not in lines[:4]:
         raise ConfigError(f"{file.name} is of another version of {matrix_file.name}: {_WRITE}`")
     return [planned_cell(file, number, line) for number, line in enumerate(lines, 1) if not line.startswith("#")]
+
+
+def reference_calibration_s(matrix_file: Path) -> float:
+    """Return the time that the calibration takes on the machine of a lock file's durations; raises ConfigError."""
+    file = lock_file(matrix_file)
+    for line in file.read_text().splitlines():
+        if match := _CALIBRATION.fullmatch(line):
+            return float(match[1])
+    raise ConfigError(f"{file.name} has no line `# calibration SECONDS s`: {_WRITE}`")
 
 
 def planned_cell(file: Path, number: int, line: str) -> PlannedCell:

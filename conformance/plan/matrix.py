@@ -9,7 +9,7 @@ import msgspec
 
 from conformance.plan.cells import Cell, axis_names, cell_from_id, trainer_config
 from conformance.plan.content import Content, Exclusion, Profile, compiled, digest_of, read_content
-from conformance.plan.lock import PlannedCell, locked_cells, within
+from conformance.plan.lock import PlannedCell, locked_cells, reference_calibration_s, within
 from conformance.plan.mesh import AxisError
 from conformance.plan.scopes import Scope, Trainers, declared_scopes
 from conformance.plan.selection import Selection, nearest
@@ -47,8 +47,12 @@ class Matrix:
         planned: Sequence[PlannedCell],
         scopes: Mapping[str, Scope],
         trainer_scopes: Mapping[str, Scope],
+        *,
+        calibration_s: float,
     ) -> None:
         self.content = content
+        self.calibration_s = calibration_s
+        """Time that the calibration takes on the machine of `seconds`."""
         self.planned = tuple(planned)
         """All cells, best first."""
         self.scopes = dict(scopes)
@@ -75,7 +79,7 @@ class Matrix:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Expected duration of each cell in seconds, by id."""
+        """Expected duration of each cell in seconds on the reference machine, by id."""
         return {planned.cell.id: planned.seconds for planned in self.planned}
 
     @property
@@ -194,7 +198,8 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
     document = load(path)
     content = read_content(document)
     scopes, trainer_scopes = (declared_scopes(laws_directory, of=of) for of in get_args(Trainers))
-    matrix = Matrix(content, locked_cells(path, content), scopes, trainer_scopes)
+    planned, calibration_s = locked_cells(path, content), reference_calibration_s(path)
+    matrix = Matrix(content, planned, scopes, trainer_scopes, calibration_s=calibration_s)
     for name in matrix.profiles:
         if not matrix.cases(name):
             message = f"profile `{name}` selects nothing: name other sections, or widen `cells`"

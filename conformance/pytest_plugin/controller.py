@@ -3,6 +3,7 @@
 import datetime
 import importlib
 import json
+import os
 import time
 import traceback
 from collections import Counter
@@ -17,6 +18,7 @@ from msgspec.structs import asdict, replace
 
 from conformance.judge.verdicts import BAD, CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
 from conformance.pytest_plugin.causing import trainer_causes
+from conformance.pytest_plugin.expected import Expectation, plan_of
 from conformance.pytest_plugin.locating import has_located, locations
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles, name_suite
 from conformance.pytest_plugin.setup import SessionSetup
@@ -38,7 +40,8 @@ from reference_trainer.checks import UsageError
 class Controller:
     """Plugin of the process that the user started: the controller of xdist's workers, or the only process."""
 
-    def __init__(self, setup: SessionSetup, summarized_failures: SummarizedFailures) -> None:
+    def __init__(self, setup: SessionSetup, summarized_failures: SummarizedFailures, config: pytest.Config) -> None:
+        self._config = config
         self._setup, self._summarized_failures = setup, summarized_failures
         self._directory, self._baseline = setup.report_directory, setup.baseline
         try:
@@ -53,6 +56,8 @@ class Controller:
         self._planned: list[str] = []
         self._collection_failed = False
         self._report: Report | None = None
+        self._calibration_s: float | None = None
+        self._expectation: Expectation | None = None
         self._search_failures: list[str] = []
         self._files.write_line(self._header)
 
@@ -79,6 +84,7 @@ class Controller:
         """Remember that a file could not be collected."""
         self._collection_failed |= report.failed
 
+    @pytest.hookimpl(tryfirst=True)  # before the terminal marks the case as ended
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the result of a case, or the message that its worker died."""
         attached = getattr(report, "conformance", None)
@@ -87,10 +93,27 @@ class Controller:
             result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
             self._records[result.nodeid] = report.judged_records
+            self._expect(result, report.calibration_s)
             self._files.write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._files.replace_earlier()
             self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
+
+    def _expect(self, result: CaseResult, calibration_s: float | None) -> None:
+        """Tell the expected duration of the session when the calibration is known, and when cases change it much."""
+        if self._calibration_s is None and calibration_s is not None:
+            self._calibration_s = calibration_s
+            plan = plan_of(self._planned, self._setup.cases, self._setup.matrix, seed=self._setup.seed)
+            if plan is not None:
+                workers, processors = _workers(self._config), len(os.sched_getaffinity(0))
+                self._expectation = Expectation(
+                    plan, calibration_s=calibration_s, processors=processors, workers=workers
+                )
+                _announce(self._config, self._expectation.first_line())
+        if self._expectation is not None:
+            news = self._expectation.news(result, elapsed_s=time.monotonic() - self._start_s)
+            if news:
+                _announce(self._config, news)
 
     # End.
 
@@ -122,6 +145,9 @@ class Controller:
             ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
             accepted=self._setup.accepted,
+            calibration_s=self._calibration_s,
+            expected_s=self._expectation.session_s if self._expectation else None,
+            workers=_workers(session.config),
         )
         if self._setup.store.covers_torch:
             report = replace(report, torch_coverage=self._torch_coverage())
@@ -280,6 +306,11 @@ def _announce(config: pytest.Config, text: str) -> None:
     reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.write_line(f"\n{text}")
+
+
+def _workers(config: pytest.Config) -> int:
+    """Return the number of processes that run cases."""
+    return getattr(config.option, "numprocesses", None) or 1
 
 
 def _trainer_session() -> ModuleType:

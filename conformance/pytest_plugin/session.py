@@ -20,11 +20,12 @@ from conformance.judge.judge import Judged, judge
 from conformance.judge.law import Law, law_of
 from conformance.judge.support import judging_substrate
 from conformance.judge.verdicts import Verdict, classify
-from conformance.outcomes import CellFailed
+from conformance.outcomes import CellFailed, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.pytest_plugin.cases import RunOrder, repeat_command
 from conformance.pytest_plugin.controller import Controller
+from conformance.pytest_plugin.expected import plan_of
 from conformance.pytest_plugin.report_files import JUNIT, PLAN, case_properties
 from conformance.pytest_plugin.setup import SessionSetup, read_options
 from conformance.pytest_plugin.terminal import (
@@ -35,8 +36,10 @@ from conformance.pytest_plugin.terminal import (
     is_summarized,
 )
 from conformance.report.schema import CaseResult
+from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
+from conformance.run.failures import PoolError, RunFailed
 from conformance.run.torch_support import kind_of_processes
 
 
@@ -109,7 +112,7 @@ def _start_controller(config: pytest.Config, setup: SessionSetup) -> None:
     option, manager = config.option, config.pluginmanager
     summarized_failures = SummarizedFailures()
     manager.register(summarized_failures, "conformance-summarized-failures")
-    manager.register(Controller(setup, summarized_failures), "conformance-controller")
+    manager.register(Controller(setup, summarized_failures, config), "conformance-controller")
     option.xmlpath = option.xmlpath or str(setup.report_directory / JUNIT)
     if getattr(option, "maxschedchunk", None) is None:
         # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
@@ -125,13 +128,15 @@ class Session:
         for case in setup.cases:
             self._cases.setdefault(case.law, []).append(case)
         self._asserted: dict[str, str] = {}
+        self._calibration_s: float | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start the rank server of a process that will run cases, so that both import torch at the same time."""
-        option = session.config.option
-        runs_cases = not self._setup.is_controller or not getattr(option, "numprocesses", None)
-        if runs_cases and not option.collectonly and self._setup.cases:
+        if self._runs_cases(session.config) and not session.config.option.collectonly and self._setup.cases:
             self._setup.store.pools.prepare()
+
+    def _runs_cases(self, config: pytest.Config) -> bool:
+        return not self._setup.is_controller or not getattr(config.option, "numprocesses", None)
 
     # Collection.
 
@@ -208,6 +213,14 @@ class Session:
         partial.write_bytes(msgspec.json.encode({"session": self._setup.name, "cases": plan}))
         partial.rename(directory / PLAN)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Calibrate the machine before the first case, while no other process of the session computes."""
+        nodeids = [item.nodeid for item in session.items]
+        is_long = plan_of(nodeids, self._setup.cases, self._setup.matrix, seed=self._setup.seed) is not None
+        if is_long and not session.config.option.collectonly and self._runs_cases(session.config):
+            self._calibration_s = _calibration_s(self._setup)
+
     # Verdicts.
 
     @pytest.hookimpl(tryfirst=True)
@@ -256,6 +269,7 @@ class Session:
             report.user_properties += case_properties(result, torch_version=self._setup.machine.torch_version)
             report.conformance = msgspec.to_builtins(result)  # type: ignore[attr-defined]
             report.judged_records = sorted(case_item.judged.records)  # type: ignore[attr-defined]
+            report.calibration_s = self._calibration_s  # type: ignore[attr-defined]
         return report
 
     def pytest_unconfigure(self) -> None:
@@ -306,6 +320,16 @@ class Session:
     def measure(self) -> Callable[..., Any] | None:
         """Declare the fixture `measure`, see `conformance.assertions.fixtures.Measure`."""
         return None
+
+
+def _calibration_s(setup: SessionSetup) -> float | None:
+    """Return the time of the calibration; None if the session has a fault or another trainer, or no two ranks ran."""
+    if setup.defect or setup.trainer:
+        return None
+    try:
+        return CaseRuns(setup.store).calibration_s()
+    except (Unsupported, RunFailed, PoolError, LeaseError):
+        return None  # cases will tell what is wrong
 
 
 def _tell_pytest(judged: Judged) -> None:

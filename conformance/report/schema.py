@@ -141,6 +141,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Traceback of the error that ended the search for smallest cells; empty if it was completed."""
     location_failure: str = ""
     """Traceback of the first error in the search for first wrong places; empty if there was none."""
+    calibration_s: float | None = None
+    """Time that the calibration took: a fixed piece of work of two ranks, see `experiments.calibration`."""
+    expected_s: float | None = None
+    """Duration that matrix.lock and the calibration had let expect; an upper bound if laws were left out."""
+    workers: int = 1
+    """Number of processes that ran cases at the same time."""
 
 
 def verdict_counts(cases: Iterable[CaseResult]) -> dict[str, int]:

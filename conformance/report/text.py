@@ -198,8 +198,9 @@ def _nothing_about(report: Report) -> str:
 
 def _ending(report: Report) -> str:
     """Return one line: how many cases were executed, in which time, with which exit status."""
+    expected = "" if report.expected_s is None else f" ({report.expected_s:.0f} s expected)"
     return (
-        f"{report.executed} of {counted(report.planned, 'case')} executed in {report.duration_s:.1f} s, "
+        f"{report.executed} of {counted(report.planned, 'case')} executed in {report.duration_s:.1f} s{expected}, "
         f"exit status {report.exit_code}"
     )
 

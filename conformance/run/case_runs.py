@@ -16,6 +16,7 @@ from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
 from conformance.run.devices.hardware import device_type
 from conformance.run.experiment import (
+    CALIBRATION,
     SAVING,
     TAPPED,
     TRAINING,
@@ -87,6 +88,17 @@ class CaseRuns:
         self.records.add(self.store.directory_of(header).name)
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
         return [msgspec.convert(result, experiment.result) for result in results]
+
+    def calibration_s(self) -> float:
+        """Return the time that two ranks take for a fixed piece of work, which leaves no record.
+
+        Raises Unsupported or RunFailed as runs do, PoolError if no rank can be started.
+        """
+        cell = Cell(mesh="dp2")  # whose ranks most cells can use afterwards
+        header = self._header(cell, self._substrate(cell), experiment=CALIBRATION)
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch)
+            return max(self._on_ranks(header, directory, kept=directory, deadline_s=self.store.deadline_s))
 
     def _header(self, cell: Cell, substrate: Substrate, **fields: Any) -> Header:
         store = self.store

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conformance.__main__ import main
 from conformance.matrix_lock.derivation import estimated_s
-from conformance.matrix_lock.lock_file import Gains, best_first
+from conformance.matrix_lock.lock_file import HEADER_LINES, Gains, best_first
 from conformance.plan.cells import Cell, cell_from_axes, cell_from_id
 from conformance.plan.lock import STARTUP_S, PlannedCell, lock_file, parse_budget, within
 from conformance.plan.matrix import Matrix, load_matrix
@@ -76,25 +76,25 @@ def test_a_lock_file_has_the_cells_best_first(file: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "matrix.lock: 4 cells\n"
     locked = load_matrix(file)
     assert sorted(planned(locked)) == sorted(DERIVED)
-    assert [line.split()[2] for line in lines[2:]] == list(locked.cells)
-    lock_file(file).write_text("".join([*lines[:2], *reversed(lines[2:])]))
+    assert [line.split()[2] for line in lines[HEADER_LINES:]] == list(locked.cells)
+    lock_file(file).write_text("".join([*lines[:HEADER_LINES], *reversed(lines[HEADER_LINES:])]))
     assert list(load_matrix(file).cells) == list(locked.cells)[::-1], "the order is that of the file"
 
 
 def test_measured_durations_stay(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = write_lock(file)
-    first = lines[2].split()[2]
+    first = lines[HEADER_LINES].split()[2]
     estimate = f" ~{estimated_s(cell_from_id(first)):.2f} "
-    assert estimate in lines[2]
-    lock_file(file).write_text("".join([*lines[:2], f"singles ~99.25 {first}\n", *lines[3:]]))
+    assert estimate in lines[HEADER_LINES]
+    lock_file(file).write_text("".join([*lines[:HEADER_LINES], f"singles ~99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
     assert main(["lock", f"--matrix={file}"]) == 1
-    assert estimate in write_lock(file)[2], "an estimate is made again"
+    assert estimate in write_lock(file)[HEADER_LINES], "an estimate is made again"
     capsys.readouterr()
-    lock_file(file).write_text("".join([*lines[:2], f"singles 99.25 {first}\n", *lines[3:]]))
+    lock_file(file).write_text("".join([*lines[:HEADER_LINES], f"singles 99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
     assert load_matrix(file).seconds[first] == 99.25
     assert main(["lock", f"--matrix={file}"]) == 1
     assert "run `conformance lock --write`" in capsys.readouterr().out
-    assert write_lock(file)[2].split()[2] != first, "it is too slow to be the best"
+    assert write_lock(file)[HEADER_LINES].split()[2] != first, "it is too slow to be the best"
     assert load_matrix(file).seconds[first] == 99.25
     assert main(["lock", f"--matrix={file}"]) == 0
 
@@ -129,7 +129,7 @@ def test_all_cells_are_derived_afresh(file: Path) -> None:
         for mesh, optimizer, reshard in itertools.product(("dp2", "tp2"), ("adamw", "sgd"), ("default", "never"))
     }
     others = every - derived
-    header = lock_file(file).read_text().splitlines(keepends=True)[:2]
+    header = lock_file(file).read_text().splitlines(keepends=True)[:HEADER_LINES]
     lock_file(file).write_text("".join([*header, *(f"pairs 1.00 {name}\n" for name in sorted(others))]))
     write_lock(file)
     assert ids(file) == others
@@ -152,11 +152,11 @@ def test_a_lock_file_of_another_matrix_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("singles dp2-fp32-default-meta\n", "7: not `SECTION SECONDS CELL`: run"),
-        ("singles x dp2-fp32-default-meta\n", "7: not `SECTION SECONDS CELL`: run"),
-        ("singles 1.2.3 dp2-fp32-default-meta\n", "7: not `SECTION SECONDS CELL`: run"),
-        ("\n", "7: not `SECTION SECONDS CELL`: run"),
-        ("singles 1.00 dp2-fp32-default\n", "7: no cell has the id 'dp2-fp32-default'"),
+        ("singles dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
+        ("singles x dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
+        ("singles 1.2.3 dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
+        ("\n", "8: not `SECTION SECONDS CELL`: run"),
+        ("singles 1.00 dp2-fp32-default\n", "8: no cell has the id 'dp2-fp32-default'"),
     ],
 )
 def test_mistakes_have_a_line(file: Path, line: str, message: str) -> None:

@@ -1,0 +1,105 @@
+"""Expected duration of a session: from matrix.lock and a calibration at its start, then corrected by cells that ended."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from conformance.plan.cells import Cell
+from conformance.plan.duration import Workplace
+from conformance.plan.matrix import Case, Matrix
+from conformance.report.schema import CaseResult
+from conformance.run.ranks.messages import MAX_WORLD_SIZE
+
+_TRUSTED_S = 15.0
+"""Seconds of the reference machine for which the calibration counts when cells have ended; a figure of this suite."""
+_WORTH_S = 10.0
+"""Seconds of the reference machine below which a session is not worth a calibration."""
+_NEWS = 1.25
+"""Ratio by which an expected duration changes before it is told again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cells of a session, with what is expected of each."""
+
+    cells: Mapping[str, tuple[float, int]]
+    """Duration on the reference machine and number of processes, by id."""
+    cases: Mapping[str, int]
+    """Number of cases of each cell."""
+    calibration_s: float
+    """Time that the calibration takes on the reference machine."""
+    is_whole: bool
+    """False if laws were left out, whose share of a cell's duration is not known."""
+
+
+def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, seed: int) -> Plan | None:
+    """Return what is expected of the items with these ids, which are among `cases`.
+
+    None if the lock file lacks a cell of theirs, and for a session that is too short to need it. `seed` was added to
+    the seed of each cell, which changes no duration.
+    """
+    cells = {case.cell.id: case.cell for case in cases}
+    names = (nodeid.rpartition("[")[2].removesuffix("]") for nodeid in nodeids)
+    numbers = Counter(cells[name] for name in names if name in cells)
+    planned = {cell: cell.but(seed=cell.seed - seed) for cell in numbers}
+    if sum(matrix.seconds.get(cell.id, 0.0) for cell in planned.values()) < _WORTH_S:
+        return None
+    if not all(cell.id in matrix.seconds for cell in planned.values()):
+        return None
+    return Plan(
+        cells={cell.id: (matrix.seconds[locked.id], _processes(cell)) for cell, locked in planned.items()},
+        cases={cell.id: number for cell, number in numbers.items()},
+        calibration_s=matrix.calibration_s,
+        is_whole=all(number == len(matrix.laws_on(planned[cell])) for cell, number in numbers.items()),
+    )
+
+
+def _processes(cell: Cell) -> int:
+    """Return the number of processes that run a cell: a world that is too wide for them is simulated in one."""
+    return cell.world_size if cell.world_size <= MAX_WORLD_SIZE else 1
+
+
+class Expectation:
+    """Expected duration of a session on this machine, which its cells correct as they end."""
+
+    def __init__(self, plan: Plan, *, calibration_s: float, processors: int, workers: int) -> None:
+        self._plan, self._processors, self._workers = plan, processors, workers
+        self._calibrated = calibration_s / plan.calibration_s
+        self._left = dict(plan.cases)
+        self._measured_s: dict[str, float] = defaultdict(float)
+        self.session_s = self._session_s(self._calibrated)
+        """Expected duration by the calibration alone; an upper bound if laws were left out."""
+        self._told_s = self.session_s
+
+    def first_line(self) -> str:
+        """Return the expected duration in words."""
+        bound = "" if self._plan.is_whole else "at most "
+        minutes = f" ({self.session_s / 60:.1f} min)" if self.session_s >= 60 else ""
+        return (
+            f"expected: {bound}{self.session_s:.0f} s{minutes} on {self._processors} processors, "
+            f"{self._calibrated:.2g} times as slow as those of matrix.lock"
+        )
+
+    def news(self, result: CaseResult, *, elapsed_s: float) -> str:
+        """Return a line if the case that has ended changes the expected duration much; otherwise nothing."""
+        self._left[result.cell] -= 1
+        self._measured_s[result.cell] += result.duration_s - result.wait_s
+        if not self._plan.is_whole or self._left[result.cell]:
+            return ""
+        slower = self._slower()
+        now_s = self._session_s(slower)
+        if 1 / _NEWS < now_s / self._told_s < _NEWS:
+            return ""
+        self._told_s = now_s
+        return f"expected after {elapsed_s:.0f} s: {now_s:.0f} s, by the cells that have ended"
+
+    def _slower(self) -> float:
+        """Return how much slower this machine is, by the cells that have ended, and at first by the calibration."""
+        ended = [cell for cell, left in self._left.items() if not left]
+        planned_s = sum(self._plan.cells[cell][0] for cell in ended)
+        measured_s = sum(self._measured_s[cell] for cell in ended)
+        return (self._calibrated * _TRUSTED_S + measured_s) / (_TRUSTED_S + planned_s)
+
+    def _session_s(self, slower: float) -> float:
+        place = Workplace(self._processors, self._workers, slower)
+        return place.session_s(self._plan.cells.values())
