@@ -44,11 +44,11 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tens
             optimizer.zero_grad()
 
 
-class _SeesOperators(TorchDispatchMode):
+class _SeesOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that notes the name of each operator, and the sizes of its tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

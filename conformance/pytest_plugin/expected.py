@@ -1,4 +1,4 @@
-"""Expected duration of a session: from matrix.lock and a calibration at its start, then corrected by cells that ended."""
+"""Expected duration of a session: from matrix.lock and a calibration at its start, then corrected by ended cells."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping

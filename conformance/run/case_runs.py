@@ -98,7 +98,7 @@ class CaseRuns:
         header = self._header(cell, self._substrate(cell), experiment=CALIBRATION)
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch)
-            return max(self._on_ranks(header, directory, kept=directory, deadline_s=self.store.deadline_s))
+            return max(map(float, self._on_ranks(header, directory, kept=directory, deadline_s=self.store.deadline_s)))
 
     def _header(self, cell: Cell, substrate: Substrate, **fields: Any) -> Header:
         store = self.store

@@ -83,14 +83,15 @@ def test_a_lock_file_has_the_cells_best_first(file: Path, capsys: pytest.Capture
 
 def test_measured_durations_stay(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = write_lock(file)
+    header = lines[:HEADER_LINES]
     first = lines[HEADER_LINES].split()[2]
     estimate = f" ~{estimated_s(cell_from_id(first)):.2f} "
     assert estimate in lines[HEADER_LINES]
-    lock_file(file).write_text("".join([*lines[:HEADER_LINES], f"singles ~99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
+    lock_file(file).write_text("".join([*header, f"singles ~99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
     assert main(["lock", f"--matrix={file}"]) == 1
     assert estimate in write_lock(file)[HEADER_LINES], "an estimate is made again"
     capsys.readouterr()
-    lock_file(file).write_text("".join([*lines[:HEADER_LINES], f"singles 99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
+    lock_file(file).write_text("".join([*header, f"singles 99.25 {first}\n", *lines[HEADER_LINES + 1 :]]))
     assert load_matrix(file).seconds[first] == 99.25
     assert main(["lock", f"--matrix={file}"]) == 1
     assert "run `conformance lock --write`" in capsys.readouterr().out

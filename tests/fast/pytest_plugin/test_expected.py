@@ -1,0 +1,86 @@
+"""Expected duration of a session: told at the start, and again when cells that have ended say otherwise."""
+
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from conformance.plan.cells import Cell
+from conformance.plan.lock import STARTUP_S
+from conformance.plan.matrix import Case, load_matrix
+from conformance.project import data_file
+from conformance.pytest_plugin.expected import Expectation, Plan, plan_of
+from conformance.report.schema import CaseResult
+from tests.support.sample_reports import case
+
+MATRIX = load_matrix(data_file("matrix.yaml"))
+CASES = MATRIX.cases("smoke")
+
+
+def nodeids(cases: tuple[Case, ...]) -> Iterator[str]:
+    return (f"conformance/laws/x.py::test_{each.law}[{each.cell.id}]" for each in cases)
+
+
+def test_a_profile_is_planned_by_the_cells_of_the_lock_file() -> None:
+    plan = plan_of(nodeids(CASES), CASES, MATRIX, seed=0)
+    assert plan is not None
+    assert plan.is_whole
+    assert sum(plan.cases.values()) == len(CASES)
+    cells = {each.cell.id for each in CASES}
+    assert sum(seconds for seconds, _ in plan.cells.values()) == pytest.approx(sum(map(MATRIX.seconds.get, cells)))
+
+
+def test_a_seed_changes_no_duration() -> None:
+    seeded = MATRIX.cases("smoke", seed=3)
+    plans = plan_of(nodeids(CASES), CASES, MATRIX, seed=0), plan_of(nodeids(seeded), seeded, MATRIX, seed=3)
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert [*plans[0].cells.values()] == [*plans[1].cells.values()]
+
+
+def test_laws_that_are_left_out_make_it_an_upper_bound() -> None:
+    some = tuple(each for each in CASES if each.law != "PAR-1")
+    plan = plan_of(nodeids(some), CASES, MATRIX, seed=0)
+    assert plan is not None
+    assert not plan.is_whole
+    assert expectation(plan).first_line().startswith("expected: at most ")
+
+
+def test_short_sessions_and_unknown_cells_have_no_plan() -> None:
+    assert plan_of(nodeids(CASES[:1]), CASES, MATRIX, seed=0) is None
+    unknown = tuple(Case("PAR-1", Cell(mesh="dp2", seed=seed)) for seed in range(7, 9))
+    assert plan_of(nodeids((*CASES, *unknown)), (*CASES, *unknown), MATRIX, seed=0) is None
+
+
+TWO = Plan(cells={"a": (10.0, 2), "b": (50.0, 2)}, cases={"a": 2, "b": 1}, calibration_s=0.1, is_whole=True)
+
+
+def expectation(plan: Plan, *, calibration_s: float = 0.2) -> Expectation:
+    return Expectation(plan, calibration_s=calibration_s, processors=2, workers=1)
+
+
+def result(law: str, cell: str, *, duration_s: float) -> CaseResult:
+    return replace(case(f"{law}/{cell}"), duration_s=duration_s)
+
+
+def test_a_slow_machine_is_told_at_the_start() -> None:
+    expected = expectation(TWO)
+    assert expected.session_s == pytest.approx(2 * (STARTUP_S + 60.0))
+    assert expected.first_line() == (
+        "expected: 136 s (2.3 min) on 2 processors, 2 times as slow as those of matrix.lock"
+    )
+
+
+def test_cells_that_end_as_expected_are_no_news() -> None:
+    expected = expectation(TWO)
+    assert not expected.news(result("PAR-1", "a", duration_s=15.0), elapsed_s=20.0)
+    assert not expected.news(result("PAR-2", "a", duration_s=6.0), elapsed_s=26.0)
+
+
+def test_cells_that_take_longer_are_news_once_they_have_ended() -> None:
+    expected = expectation(TWO)
+    assert not expected.news(result("PAR-1", "a", duration_s=50.0), elapsed_s=55.0), "it has another case"
+    slower = (15.0 * 2 + 60.0) / (15.0 + 10.0)
+    told = expected.news(result("PAR-2", "a", duration_s=10.0), elapsed_s=66.0)
+    assert told == f"expected after 66 s: {slower * (STARTUP_S + 60.0):.0f} s, by the cells that have ended"
+    assert not expected.news(result("PAR-1", "b", duration_s=slower * 50.0), elapsed_s=250.0), "as told"
