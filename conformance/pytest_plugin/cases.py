@@ -4,9 +4,11 @@ import re
 import shlex
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import TRAINER_CELLS, Case, Matrix, is_trainer_cell
@@ -15,7 +17,7 @@ from conformance.project import LAWS_DIRECTORY, module_of
 from conformance.report.causes import causal_position
 from reference_trainer.checks import UsageError
 
-_FIRST = ("ENV-1", "ENV-2", "ENV-3", "ENV-4")
+FIRST_LAWS = ("ENV-1", "ENV-2", "ENV-3", "ENV-4")
 """Preconditions, judged first, on few cells."""
 _TRAINER_IDS = f": {', '.join(cell.id for cell in TRAINER_CELLS)}"
 _REPORT_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
@@ -68,29 +70,60 @@ def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0, trainer: str | None
     return tuple(case.on(cell.but(seed=cell.seed + seed)) for case in matrix.cases_on(cell, trainer=trainer))
 
 
-class RunOrder:
-    """Order of cases: preconditions first, then the widest worlds; cases of a mesh and of a cell stay together.
+def dealt_position(cell: int, case: int, *, workers: int) -> tuple[int, int, int]:
+    """Return the sort key of a case by its number in its cell, and by the number of the cell among all cells.
 
-    Within a mesh the slowest cells come first, by their seconds in the lock file of the matrix, so that workers end
-    together; where few ranks are warm at once, `kind` groups cells whose ranks can be the same processes. Laws of any
-    trainer come in the order of causes.
+    Cases of as many cells alternate as there are workers. If cases of one cell followed each other, workers would wait
+    for the one that runs the cell.
+    """
+    return cell // workers, case, cell % workers
+
+
+class RunOrder:
+    """Order of cases: preconditions first, then cells by their seconds in the lock file of the matrix, longest first.
+
+    One worker, and workers that share devices, keep cells of a world together, the widest first: ranks are started
+    anew less often. `kind` groups cells whose ranks can be the same processes. Several workers on processors alternate
+    between as many cells, of any world, so that they wait for each other less, and end together: see
+    `benchmarks.schedule`. Laws of any trainer come in the order of causes.
     """
 
     def __init__(
-        self, cases: Iterable[Case], seconds: Mapping[str, float], *, kind: Callable[[Cell], str] = lambda _: ""
+        self,
+        cases: Iterable[Case],
+        seconds: Mapping[str, float],
+        *,
+        kind: Callable[[Cell], str] | None = None,
+        workers: int = 1,
     ) -> None:
-        self._kind = kind
-        cells = dict.fromkeys(case.cell.id for case in cases)
-        longest_first = sorted(cells, key=lambda cell: -seconds.get(cell, 0.0))
+        self._kind, self._workers = kind, workers
+        laws = defaultdict[str, list[str]](list)
+        for case in cases:
+            laws[case.cell.id].append(case.law)
+        longest_first = sorted(laws, key=lambda cell: -seconds.get(cell, 0.0))
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
+        self._number = {
+            (cell, law): number
+            for cell, judging in laws.items()
+            for number, law in enumerate(sorted(judging, key=_law_position))
+        }
 
-    def key(self, case: Case | None) -> tuple[bool, int, str, str, int, int, str]:
+    def key(self, case: Case | None) -> tuple[Any, ...]:
         """Return the sort key of a case; None, an item that is no case, comes last."""
         if case is None:
-            return True, 0, "", "", 0, 0, ""
+            return (2,)
+        return int(case.law not in FIRST_LAWS), *self._place(case)
+
+    def _place(self, case: Case) -> tuple[Any, ...]:
         cell = case.cell
-        place = -cell.world_size, cell.mesh, self._kind(cell), self._rank[cell.id]
-        return case.law not in _FIRST, *place, causal_position(case.law), case.law
+        rank, number = self._rank[cell.id], self._number[cell.id, case.law]
+        if self._workers > 1 and self._kind is None:
+            return dealt_position(rank, number, workers=self._workers)
+        return -cell.world_size, cell.mesh, self._kind(cell) if self._kind else "", rank, number
+
+
+def _law_position(law: str) -> tuple[int, str]:
+    return causal_position(law), law
 
 
 def repeat_command(path: Path, name: str, options: Sequence[str], *, directory: Path) -> str:

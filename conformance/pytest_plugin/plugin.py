@@ -21,7 +21,7 @@ _MODULES = re.compile(r"conformance(\.laws(\.\w+)*)?")
 _PATHS = re.compile(r"conformance/(laws/.*)?")
 _CLAIMED = pytest.StashKey[list[str]]()
 """Key of a configuration for the options that could not be added."""
-_CPUS_PER_WORKER = 4  # most worlds have four ranks
+_CPUS_PER_WORKER = 2  # most worlds have two ranks, and wider ones wait; `benchmarks.schedule` compares
 _DEVICES_PER_WORKER = 2  # the smallest worlds that communicate have two ranks
 _MAX_WORKERS = 8
 

@@ -168,22 +168,25 @@ class Session:
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells])
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Sort the cases in the order of `RunOrder`."""
         for item in items:
             law = law_of(getattr(item, "function", None))
             if law is not None:
                 cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
                 item.stash[_ITEM] = _Item(law, Case(law.id, cell, self._setup.trainer), item.path, item.name)
-        order = RunOrder(self._setup.cases, self._setup.matrix.seconds, kind=self._kind_on_devices)
+        has_devices = bool(self._setup.machine.hardware.devices)
+        order = RunOrder(
+            self._setup.cases,
+            self._setup.matrix.seconds,
+            kind=self._kind_of_ranks if has_devices else None,
+            workers=getattr(config, "workerinput", {}).get("workercount", 1),
+        )
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
-    def _kind_on_devices(self, cell: Cell) -> str:
-        """Return the kind of a cell's ranks on devices; a device has ranks of one kind at a time."""
-        machine = self._setup.machine
-        if not machine.hardware.devices:
-            return ""
-        return f"{kind_of_processes(cell, torch_version=machine.torch_version)} {sorted(cell.environment.items())}"
+    def _kind_of_ranks(self, cell: Cell) -> str:
+        """Return the kind of a cell's ranks; a device has ranks of one kind at a time."""
+        return f"{kind_of_processes(cell, torch_version=self._setup.machine.torch_version)} {sorted(cell.environment.items())}"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Write the plan."""
