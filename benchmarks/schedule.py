@@ -37,6 +37,8 @@ class Run:
     seconds: float
     kind: str = ""
     """Only runs of one kind and world size can have the same processes."""
+    is_simulated: bool = False
+    """True if the ranks need no devices."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Place:
 
     def run_s(self, run: Run) -> float:
         """Return the duration of a run whose world has its slots to itself."""
-        if self.devices:
+        if self.devices and not run.is_simulated:
             return run.seconds * max(1.0, run.ranks / self.devices)
         return run.seconds * min(run.ranks, MEASURED_ON) / min(run.ranks, self.processors)
 
@@ -178,18 +180,26 @@ class _Session:
         if run.name in self._ended:
             return
         self._ended[run.name] = False
-        slots, seconds = min(run.ranks, self._place.slots), self._place.run_s(run)
-        if self._place.devices:
-            yield from self._world(run, slots)
+        seconds = self._place.run_s(run)
+        if self._place.devices and run.is_simulated:
+            yield _Activity(seconds, processors=run.ranks)
+        elif self._place.devices:
+            yield from self._on_devices(run, seconds, slots=min(run.ranks, self._place.slots))
         else:
-            yield from self._slots(slots)
-        yield _Activity(seconds, processors=0 if self._place.devices else slots)
-        self.outcome.held_s += seconds * slots
-        if self._place.devices:
-            self._idle.append(run)
-        else:
-            self._free += slots
+            yield from self._on_processors(seconds, slots=min(run.ranks, self._place.slots))
         self._ended[run.name] = self._changed = True
+
+    def _on_processors(self, seconds: float, *, slots: int) -> Iterator[_State]:
+        yield from self._slots(slots)
+        yield _Activity(seconds, processors=slots)
+        self._free += slots
+        self.outcome.held_s += seconds * slots
+
+    def _on_devices(self, run: Run, seconds: float, *, slots: int) -> Iterator[_State]:
+        yield from self._world(run, slots)
+        yield _Activity(seconds, processors=0)
+        self._idle.append(run)
+        self.outcome.held_s += seconds * slots
 
     def _slots(self, count: int) -> Iterator[_State]:
         """Wait for slots, in the order of asking; idle worlds release theirs."""
@@ -207,7 +217,10 @@ class _Session:
         return self._free >= count
 
     def _world(self, run: Run, slots: int) -> Iterator[_State]:
-        """Take an idle world of the run's kind, or start one. (A worker could not have another worker's.)"""
+        """Take an idle world of the run's kind, or start one.
+
+        Workers share worlds here, which a session's do not: with several workers it starts more.
+        """
         warm = next((each for each in self._idle if (each.kind, each.ranks) == (run.kind, run.ranks)), None)
         if warm is not None:
             self._idle.remove(warm)
@@ -306,7 +319,8 @@ def _runs(records: Path) -> Iterator[Run]:
         is_training = header.experiment == TRAINING and not header.repeat
         ranks = 1 if header.alone or header.sampled else header.cell.world_size
         kind = f"{header.cell.mesh} {sorted(header.cell.environment.items())}"
-        yield Run(header.cell.id if is_training else file.parent.name, ranks, record.run_s or 0.0, kind)
+        name = header.cell.id if is_training else file.parent.name
+        yield Run(name, ranks, record.run_s or 0.0, kind, is_simulated=header.substrate == "simulated")
 
 
 def _row(steps: Sequence[Step], order: Order, place: Place) -> list[object]:

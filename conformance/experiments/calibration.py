@@ -31,7 +31,7 @@ def calibrate(rank: RankWorld) -> float:
     _train(model, optimizer, batch, steps=1)
     start_s = time.monotonic()
     _train(model, optimizer, batch, steps=_STEPS)
-    return time.monotonic() - start_s
+    return round(time.monotonic() - start_s, 4)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, *, steps: int) -> None:

@@ -19,7 +19,11 @@ class Workplace:
     """Ratio of the calibrations, in which two ranks take part: on a single processor it is doubled as it is."""
 
     def session_s(self, cells: Iterable[tuple[float, int]]) -> float:
-        """Return the expected duration of a session with cells of these durations on the reference and world sizes.
+        """Return the expected duration of a session with cells of these durations on the reference and world sizes."""
+        return self.slower * STARTUP_S + self.cells_s(cells)
+
+    def cells_s(self, cells: Iterable[tuple[float, int]]) -> float:
+        """Return the expected duration of cells in a session that has started.
 
         No schedule is shorter than its longest cell, than its work on all workers, or than the time for which worlds
         hold processors on all processors; workers that take what is next come close to the longest of these times.
@@ -29,7 +33,7 @@ class Workplace:
             return 0.0
         held_s = sum(seconds * min(ranks, self.processors) for seconds, ranks in cells_s) / self.processors
         worked_s = sum(seconds for seconds, _ in cells_s) / self.workers
-        return self.slower * (STARTUP_S + max(held_s, worked_s, max(seconds for seconds, _ in cells_s)))
+        return self.slower * max(held_s, worked_s, max(seconds for seconds, _ in cells_s))
 
     def _alone_s(self, seconds: float, ranks: int) -> float:
         """Return the duration of a cell that shares no processor with another: wide worlds gain by more processors."""

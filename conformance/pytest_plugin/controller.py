@@ -87,33 +87,40 @@ class Controller:
     @pytest.hookimpl(tryfirst=True)  # before the terminal marks the case as ended
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the result of a case, or the message that its worker died."""
+        self._calibrate(getattr(report, "calibration_s", None))
         attached = getattr(report, "conformance", None)
         if attached is not None:
             self._files.replace_earlier()
             result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
             self._records[result.nodeid] = report.judged_records
-            self._expect(result, report.calibration_s)
+            self._tell_news(result)
             self._files.write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._files.replace_earlier()
             self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
 
-    def _expect(self, result: CaseResult, calibration_s: float | None) -> None:
-        """Tell the expected duration of the session when the calibration is known, and when cases change it much."""
-        if self._calibration_s is None and calibration_s is not None:
-            self._calibration_s = calibration_s
-            plan = plan_of(self._planned, self._setup.cases, self._setup.matrix, seed=self._setup.seed)
-            if plan is not None:
-                workers, processors = _workers(self._config), len(os.sched_getaffinity(0))
-                self._expectation = Expectation(
-                    plan, calibration_s=calibration_s, processors=processors, workers=workers
-                )
-                _announce(self._config, self._expectation.first_line())
-        if self._expectation is not None:
-            news = self._expectation.news(result, elapsed_s=time.monotonic() - self._start_s)
-            if news:
-                _announce(self._config, news)
+    def _calibrate(self, calibration_s: float | None) -> None:
+        """Tell how long the session is expected to take, once the first worker has calibrated the machine."""
+        if self._calibration_s is not None or calibration_s is None:
+            return
+        self._calibration_s = calibration_s
+        plan = plan_of(self._planned, self._setup.cases, self._setup.matrix, seed=self._setup.seed)
+        if plan is not None:
+            self._expectation = Expectation(
+                plan,
+                calibration_s=calibration_s,
+                processors=len(os.sched_getaffinity(0)),
+                workers=_workers(self._config),
+            )
+            _announce(self._config, self._expectation.first_line())
+
+    def _tell_news(self, result: CaseResult) -> None:
+        """Tell if the case that has ended changes how long the session is expected to take."""
+        elapsed_s = time.monotonic() - self._start_s
+        news = self._expectation.news(result, elapsed_s=elapsed_s) if self._expectation else ""
+        if news:
+            _announce(self._config, news)
 
     # End.
 
@@ -146,7 +153,7 @@ class Controller:
             cases=sorted(self._results.values(), key=lambda result: result.id),
             accepted=self._setup.accepted,
             calibration_s=self._calibration_s,
-            expected_s=self._expectation.session_s if self._expectation else None,
+            expected_s=round(self._expectation.session_s, 1) if self._expectation else None,
             workers=_workers(session.config),
         )
         if self._setup.store.covers_torch:

@@ -67,7 +67,7 @@ class Expectation:
         self._calibrated = calibration_s / plan.calibration_s
         self._left = dict(plan.cases)
         self._measured_s: dict[str, float] = defaultdict(float)
-        self.session_s = self._session_s(self._calibrated)
+        self.session_s = self._place(self._calibrated).session_s(plan.cells.values())
         """Expected duration by the calibration alone; an upper bound if laws were left out."""
         self._told_s = self.session_s
 
@@ -86,12 +86,13 @@ class Expectation:
         self._measured_s[result.cell] += result.duration_s - result.wait_s
         if not self._plan.is_whole or self._left[result.cell]:
             return ""
-        slower = self._slower()
-        now_s = self._session_s(slower)
-        if 1 / _NEWS < now_s / self._told_s < _NEWS:
+        left_s = self._place(self._slower()).cells_s(
+            self._plan.cells[cell] for cell, left in self._left.items() if left
+        )
+        if 1 / _NEWS < (elapsed_s + left_s) / self._told_s < _NEWS:
             return ""
-        self._told_s = now_s
-        return f"expected after {elapsed_s:.0f} s: {now_s:.0f} s, by the cells that have ended"
+        self._told_s = elapsed_s + left_s
+        return f"expected after {elapsed_s:.0f} s: {left_s:.0f} s more, by the cells that have ended"
 
     def _slower(self) -> float:
         """Return how much slower this machine is, by the cells that have ended, and at first by the calibration."""
@@ -100,6 +101,5 @@ class Expectation:
         measured_s = sum(self._measured_s[cell] for cell in ended)
         return (self._calibrated * _TRUSTED_S + measured_s) / (_TRUSTED_S + planned_s)
 
-    def _session_s(self, slower: float) -> float:
-        place = Workplace(self._processors, self._workers, slower)
-        return place.session_s(self._plan.cells.values())
+    def _place(self, slower: float) -> Workplace:
+        return Workplace(self._processors, self._workers, slower)

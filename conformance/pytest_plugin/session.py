@@ -186,7 +186,8 @@ class Session:
 
     def _kind_of_ranks(self, cell: Cell) -> str:
         """Return the kind of a cell's ranks; a device has ranks of one kind at a time."""
-        return f"{kind_of_processes(cell, torch_version=self._setup.machine.torch_version)} {sorted(cell.environment.items())}"
+        torch_version = self._setup.machine.torch_version
+        return f"{kind_of_processes(cell, torch_version=torch_version)} {sorted(cell.environment.items())}"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Write the plan."""
@@ -253,6 +254,7 @@ class Session:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the result of a case to the last of its three reports, that of the tear-down."""
         report = yield
+        report.calibration_s = self._calibration_s  # type: ignore[attr-defined]
         case_item = item.stash.get(_ITEM, None)
         if case_item is None:
             return report
@@ -272,7 +274,6 @@ class Session:
             report.user_properties += case_properties(result, torch_version=self._setup.machine.torch_version)
             report.conformance = msgspec.to_builtins(result)  # type: ignore[attr-defined]
             report.judged_records = sorted(case_item.judged.records)  # type: ignore[attr-defined]
-            report.calibration_s = self._calibration_s  # type: ignore[attr-defined]
         return report
 
     def pytest_unconfigure(self) -> None:

@@ -34,4 +34,4 @@ def test_worlds_that_hold_all_processors_gain_nothing_by_workers() -> None:
 
 
 def test_no_cell_takes_no_time() -> None:
-    assert Workplace(2, 1, 1.0).session_s([]) == 0.0
+    assert Workplace(2, 1, 1.0).cells_s([]) == 0.0

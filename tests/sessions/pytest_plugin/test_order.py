@@ -1,6 +1,7 @@
 """Shards are a partition of a session's cases; cells of one kind follow each other, the longest first."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -39,3 +40,20 @@ def test_cells_whose_ranks_can_be_the_same_processes_follow_each_other() -> None
     assert [case.cell.model for case in sorted(cases, key=grouped.key)] == ["even"] * 3 + ["tiny"] * 3
     longest_first = sorted(cases, key=RunOrder(cases, seconds).key)
     assert longest_first == cases[::-1]
+
+
+def test_workers_on_processors_alternate_between_cells() -> None:
+    """Cases of one cell in a row would make workers wait for the one that runs the cell."""
+    cells = [Cell(mesh=mesh) for mesh in ("hsdp2x2", "dp2", "tp2")]
+    cases = [Case(law, cell) for cell in cells for law in ("MP-1", "ENV-1", "PAR-1")]
+    seconds = {cell.id: number for number, cell in enumerate(cells, 1)}
+
+    def ordered(workers: int, **of_order: Callable[[Cell], str]) -> list[tuple[str, str]]:
+        order = RunOrder(cases, seconds, workers=workers, **of_order)
+        return [(case.law, case.cell.mesh) for case in sorted(cases, key=order.key)]
+
+    alternating = ordered(2)
+    assert [law for law, _ in alternating[:3]] == ["ENV-1"] * 3, "preconditions come first"
+    assert [mesh for _, mesh in alternating[3:]] == ["tp2", "dp2"] * 2 + ["hsdp2x2"] * 2, "the longest come first"
+    assert [mesh for _, mesh in ordered(1)[3:]] == ["hsdp2x2"] * 2 + ["dp2"] * 2 + ["tp2"] * 2
+    assert ordered(2, kind=lambda _: "") == ordered(1), "on devices the ranks of a world stay"

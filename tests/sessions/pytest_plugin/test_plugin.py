@@ -75,13 +75,13 @@ def test_an_environment_may_lie_in_another_project(
     assert plugin._collects_laws(fake_config(directory, ".")) is active
 
 
-@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (7, 1), (8, 2), (512, 8)])
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 1), (4, 2), (8, 4), (512, 8)])
 def test_automatic_number_of_workers(monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
     assert plugin.pytest_xdist_auto_num_workers(fake_config(PROJECT, "conformance")) == workers
 
 
-@pytest.mark.parametrize(("devices", "workers"), [(0, 4), (1, 1), (4, 2), (16, 4)])
+@pytest.mark.parametrize(("devices", "workers"), [(0, 8), (1, 1), (4, 2), (16, 8)])
 def test_workers_do_not_outnumber_the_worlds_that_devices_serve(
     monkeypatch: pytest.MonkeyPatch, devices: int, workers: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_workers_do_not_outnumber_the_worlds_that_devices_serve(
     config = fake_config(PROJECT, "conformance")
     assert plugin.pytest_xdist_auto_num_workers(config) == workers
     config.option.accelerator = "cpu"
-    assert plugin.pytest_xdist_auto_num_workers(config) == 4
+    assert plugin.pytest_xdist_auto_num_workers(config) == 8
 
 
 # Options

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.run.experiment import TRAINING
@@ -453,3 +454,23 @@ def on_a_terminal(command: list[str]) -> str:
         process.wait(60)
         os.close(leader)
     return received.decode()
+
+
+def test_a_long_session_tells_at_its_start_what_it_will_take(tmp_path: Path) -> None:
+    """As matrix.lock has it, on this machine; two of the cell's laws take no more than all of them."""
+    shutil.copy(PROJECT / "matrix.yaml", tmp_path)
+    shutil.copy(PROJECT / "waivers.yaml", tmp_path)
+    lock = (PROJECT / "matrix.lock").read_text()
+    longer, changed = re.subn(rf"~?[0-9.]+(?=  {CELL}\n)", "60.00", lock)
+    assert changed == 1
+    (tmp_path / "matrix.lock").write_text(longer)
+    matrix = ("--matrix", str(tmp_path / "matrix.yaml"))
+    ended = finish(suite(tmp_path / "report", "conformance/", *TWO_CASES, *matrix), tmp_path / "report")
+    report = ended.report
+    assert (ended.status, report.workers) == (0, 1), ended.output
+    assert report.calibration_s is not None
+    assert report.expected_s is not None
+    assert report.expected_s > 60.0 * report.calibration_s / load_matrix(PROJECT / "matrix.yaml").calibration_s
+    assert f"expected: at most {report.expected_s:.0f} s" in ended.output
+    assert f"executed in {report.duration_s:.1f} s ({report.expected_s:.0f} s expected)" in ended.output
+    assert len(list((tmp_path / "report" / "records").iterdir())) == 1, "the calibration leaves no record"
