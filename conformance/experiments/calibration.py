@@ -4,6 +4,7 @@ Ranks spend their time in Python between small operators, and in collectives tha
 work is small too: a step of a tiny model with a mode that sees every operator, as instruments do, and an all-reduce.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,30 +19,31 @@ from conformance.run.experiment import Needs
 
 _WIDTH = 32
 _STEPS = 30
-"""Steps of the work; with fewer, the figure would vary by more than a session does."""
 
 
 @experiment(needs=Needs.NOTHING)
 def calibrate(rank: RankWorld) -> float:
-    """Return the time that the fixed piece of work takes in seconds; a step before it does what is done once."""
+    """Return the time that the fixed piece of work takes in seconds; a step before it does what is done once.
+
+    It is the median of its steps' times, so that a moment in which the machine was busy does not count.
+    """
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH))
     model.to(rank.device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch = torch.ones(4, _WIDTH, device=rank.device)
-    _train(model, optimizer, batch, steps=1)
-    start_s = time.monotonic()
-    _train(model, optimizer, batch, steps=_STEPS)
-    return round(time.monotonic() - start_s, 4)
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, *, steps: int) -> None:
     with _SeesOperators():
-        for _ in range(steps):
-            model(batch).square().mean().backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
+        steps_s = [_timed_step(model, optimizer, batch) for _ in range(1 + _STEPS)][1:]
+    return round(_STEPS * statistics.median(steps_s), 4)
+
+
+def _timed_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    start_s = time.monotonic()
+    model(batch).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.monotonic() - start_s
 
 
 class _SeesOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
