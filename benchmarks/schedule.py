@@ -69,7 +69,7 @@ class Place:
 
     @property
     def slots(self) -> int:
-        """Number of what ranks run on."""
+        """Number of devices if ranks run on these, or else of processors."""
         return self.devices or self.processors
 
     def run_s(self, run: Run) -> float:
@@ -88,7 +88,7 @@ class Outcome:
     held_s: float = 0.0
     """Seconds for which runs held slots, summed over slots."""
     waited_s: Counter[str] = field(default_factory=Counter)
-    """Seconds of workers by what they waited for."""
+    """Seconds of waiting workers, by the reason."""
     worlds: int = 0
     """Worlds that were started on devices."""
 
@@ -144,7 +144,7 @@ def _pass_time(states: dict[int, _State], outcome: Outcome, place: Place) -> lis
 
 
 class _Session:
-    """What the workers of a session share: steps, records, slots and their queue."""
+    """Common state of the workers of a session: steps, records, slots and their queue."""
 
     def __init__(self, steps: Sequence[Step], place: Place) -> None:
         self.outcome = Outcome()
@@ -162,7 +162,7 @@ class _Session:
         return changed
 
     def worker(self) -> Iterator[_State]:
-        """Take steps until none is left; yields what the worker does, or waits for."""
+        """Take steps until none is left; yields activities, and reasons to wait."""
         held = next(self._held)
         while held:
             step = held.popleft()

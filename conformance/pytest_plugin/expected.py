@@ -20,7 +20,7 @@ _NEWS = 1.25
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells of a session, with what is expected of each."""
+    """Cells of a session, with their expected durations."""
 
     cells: Mapping[str, tuple[float, int]]
     """Duration on the reference machine and number of processes, by id."""
@@ -28,12 +28,12 @@ class Plan:
     """Number of cases of each cell."""
     calibration_s: float
     """Time that the calibration takes on the reference machine."""
-    is_whole: bool
+    has_all_laws: bool
     """False if laws were left out, whose share of a cell's duration is not known."""
 
 
 def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, seed: int) -> Plan | None:
-    """Return what is expected of the items with these ids, which are among `cases`.
+    """Return the expected durations of items with these ids, which are among `cases`.
 
     None if the lock file lacks a cell of theirs, and for a session that is too short to need it. `seed` was added to
     the seed of each cell, which changes no duration.
@@ -50,7 +50,7 @@ def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, se
         cells={cell.id: (matrix.seconds[locked.id], _processes(cell)) for cell, locked in planned.items()},
         cases={cell.id: number for cell, number in numbers.items()},
         calibration_s=matrix.calibration_s,
-        is_whole=all(number == len(matrix.laws_on(planned[cell])) for cell, number in numbers.items()),
+        has_all_laws=all(number == len(matrix.laws_on(planned[cell])) for cell, number in numbers.items()),
     )
 
 
@@ -73,7 +73,7 @@ class Expectation:
 
     def first_line(self) -> str:
         """Return the expected duration in words."""
-        bound = "" if self._plan.is_whole else "at most "
+        bound = "" if self._plan.has_all_laws else "at most "
         minutes = f" ({self.session_s / 60:.1f} min)" if self.session_s >= 60 else ""
         return (
             f"expected: {bound}{self.session_s:.0f} s{minutes} on {self._processors} processors, "
@@ -84,7 +84,7 @@ class Expectation:
         """Return a line if the case that has ended changes the expected duration much; otherwise nothing."""
         self._left[result.cell] -= 1
         self._measured_s[result.cell] += result.duration_s - result.wait_s
-        if not self._plan.is_whole or self._left[result.cell]:
+        if not self._plan.has_all_laws or self._left[result.cell]:
             return ""
         left_s = self._place(self._slower()).cells_s(
             self._plan.cells[cell] for cell, left in self._left.items() if left

@@ -1,4 +1,4 @@
-"""Simulated schedules of hand-made steps: what workers share, what they wait for, and in which order they end first."""
+"""Simulated schedules of hand-made steps: shared runs, waits for runs and processors, and the effect of orders."""
 
 import pytest
 
@@ -9,14 +9,14 @@ def run(name: str, seconds: float, *, ranks: int = 2, kind: str = "dp2") -> Run:
     return Run(name, ranks, seconds, kind)
 
 
-def steps(cell: str, seconds: float, *, judging_s: float = 1.0, cases: int = 2, **of_run: object) -> list[Step]:
+def steps(cell: str, seconds: float, *, judging_s: float = 1.0, cases: int = 2, **options: object) -> list[Step]:
     """Cases of a cell, all of which need its run."""
-    own = run(cell, seconds, **of_run)  # type: ignore[arg-type]
+    own = run(cell, seconds, **options)  # type: ignore[arg-type]
     return [Step(f"PAR-{number}", cell, judging_s, (own,)) for number in range(cases)]
 
 
-def outcome(of: list[Step], *, workers: int, processors: int) -> Outcome:
-    return simulate(of, Place(workers, processors))
+def outcome(given: list[Step], *, workers: int, processors: int) -> Outcome:
+    return simulate(given, Place(workers, processors))
 
 
 def test_one_worker_does_everything_and_runs_each_cell_once() -> None:

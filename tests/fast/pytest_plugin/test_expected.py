@@ -1,4 +1,4 @@
-"""Expected duration of a session: told at the start, and again when cells that have ended say otherwise."""
+"""Expected duration of a session: told at the start, and again when the cells that have ended took longer."""
 
 from collections.abc import Iterator
 
@@ -24,10 +24,12 @@ def nodeids(cases: tuple[Case, ...]) -> Iterator[str]:
 def test_a_profile_is_planned_by_the_cells_of_the_lock_file() -> None:
     plan = plan_of(nodeids(CASES), CASES, MATRIX, seed=0)
     assert plan is not None
-    assert plan.is_whole
+    assert plan.has_all_laws
     assert sum(plan.cases.values()) == len(CASES)
     cells = {each.cell.id for each in CASES}
-    assert sum(seconds for seconds, _ in plan.cells.values()) == pytest.approx(sum(map(MATRIX.seconds.get, cells)))
+    assert sum(seconds for seconds, _ in plan.cells.values()) == pytest.approx(
+        sum(MATRIX.seconds[cell] for cell in cells)
+    )
 
 
 def test_a_seed_changes_no_duration() -> None:
@@ -42,7 +44,7 @@ def test_laws_that_are_left_out_make_it_an_upper_bound() -> None:
     some = tuple(each for each in CASES if each.law != "PAR-1")
     plan = plan_of(nodeids(some), CASES, MATRIX, seed=0)
     assert plan is not None
-    assert not plan.is_whole
+    assert not plan.has_all_laws
     assert expectation(plan).first_line().startswith("expected: at most ")
 
 
@@ -52,7 +54,7 @@ def test_short_sessions_and_unknown_cells_have_no_plan() -> None:
     assert plan_of(nodeids((*CASES, *unknown)), (*CASES, *unknown), MATRIX, seed=0) is None
 
 
-TWO = Plan(cells={"a": (10.0, 2), "b": (50.0, 2)}, cases={"a": 2, "b": 1}, calibration_s=0.1, is_whole=True)
+TWO = Plan(cells={"a": (10.0, 2), "b": (50.0, 2)}, cases={"a": 2, "b": 1}, calibration_s=0.1, has_all_laws=True)
 
 
 def expectation(plan: Plan, *, calibration_s: float = 0.2) -> Expectation:

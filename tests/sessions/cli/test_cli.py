@@ -51,7 +51,7 @@ dp2-fp32-default-meta        2       2  PAR-1, PAR-5
 dp2-fp32-never-meta          2       2  PAR-1, PAR-5
 tp2-fp32-default-meta        2       2  PAR-1, PAR-5
 
-profile pr: 6 cases on 3 cells, 10 s on the machine of matrix.lock, with all laws of the cells
+profile pr: 6 cases on 3 cells, 11 s on the machine of matrix.lock, with all laws of the cells
 
 excluded cells                  reason
 ------------------------------  ------------------

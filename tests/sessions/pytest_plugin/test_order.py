@@ -48,8 +48,8 @@ def test_workers_on_processors_alternate_between_cells() -> None:
     cases = [Case(law, cell) for cell in cells for law in ("MP-1", "ENV-1", "PAR-1")]
     seconds = {cell.id: number for number, cell in enumerate(cells, 1)}
 
-    def ordered(workers: int, **of_order: Callable[[Cell], str]) -> list[tuple[str, str]]:
-        order = RunOrder(cases, seconds, workers=workers, **of_order)
+    def ordered(workers: int, **options: Callable[[Cell], str]) -> list[tuple[str, str]]:
+        order = RunOrder(cases, seconds, workers=workers, **options)
         return [(case.law, case.cell.mesh) for case in sorted(cases, key=order.key)]
 
     alternating = ordered(2)

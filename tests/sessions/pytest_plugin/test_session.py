@@ -457,7 +457,7 @@ def on_a_terminal(command: list[str]) -> str:
 
 
 def test_a_long_session_tells_at_its_start_what_it_will_take(tmp_path: Path) -> None:
-    """As matrix.lock has it, on this machine; two of the cell's laws take no more than all of them."""
+    """The seconds of matrix.lock are scaled to this machine; two laws of a cell take no more than all of its laws."""
     shutil.copy(PROJECT / "matrix.yaml", tmp_path)
     shutil.copy(PROJECT / "waivers.yaml", tmp_path)
     lock = (PROJECT / "matrix.lock").read_text()
