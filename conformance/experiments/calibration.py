@@ -1,7 +1,8 @@
 """Calibration of a machine: the time of a fixed piece of work like that of ranks, for estimates of sessions.
 
 Ranks spend their time in Python between small operators, and in collectives that wait for the slowest rank. So the
-work is small too: a step of a tiny model under a tap of its operators, which instruments use, with an all-reduce of each gradient.
+work is small too: steps of a tiny model under the tap of operators that instruments use, with an all-reduce of each
+gradient.
 """
 
 import statistics
