@@ -200,6 +200,7 @@ class _Verifier:
             deadline_s=self._profile.deadline_s,
             replay=True,
             hardware=self._machine.hardware,
+            sweep_share=self._profile.sweep_share,
             subject=report.trainer.given if report.trainer else None,
         )
         trainer = report.trainer.name if report.trainer else None

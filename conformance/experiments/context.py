@@ -75,6 +75,11 @@ class RankWorld:
         return subjects_of(self.job.defect)
 
     @property
+    def sweep_share(self) -> float:
+        """Share of its samples that a sweep tries; 1 if a defect names its subjects."""
+        return 1.0 if self.subjects else self.job.sweep_share
+
+    @property
     def is_last(self) -> bool:
         """True if this rank has the highest number."""
         return self.rank == self.size - 1
@@ -105,11 +110,12 @@ class RankWorld:
 
 
 def experiment(
-    *, needs: Needs, world: World = "ranks", process_group: bool = True
+    *, needs: Needs, world: World = "ranks", process_group: bool = True, draws: bool = False
 ) -> Callable[[Callable[[RankWorld], Result]], Experiment[Result]]:
     """Make an experiment of a function whose result consists of builtin types and msgspec structs.
 
-    With `process_group=False` the function makes the process group itself.
+    With `process_group=False` the function makes the process group itself; with `draws` it is a sweep that tries
+    `sweep_share` of its samples.
     """
 
     def declare(function: Callable[[RankWorld], Result]) -> Experiment[Result]:
@@ -125,6 +131,7 @@ def experiment(
             needs=needs,
             alone=world in ("simulated", "none"),
             sampled=world == "sampled",
+            draws=draws,
             result=get_type_hints(function)["return"],
             perform=perform,
         )

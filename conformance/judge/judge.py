@@ -68,8 +68,8 @@ def judge(
     """Run the test of a law on a cell; returns the verdict that the outcome means.
 
     Nothing is run if the machine cannot judge the case. A waiver turns the failure that it describes into `waived`, and
-    a pass into `unexpected-pass`; `drift` is called for a case that passes. Whatever the test raises becomes a verdict,
-    but for KeyboardInterrupt.
+    a pass into `unexpected-pass`, unless a sweep has tried a share of its samples; `drift` is called for a case that
+    passes. Whatever the test raises becomes a verdict, but for KeyboardInterrupt.
     """
     __tracebackhide__ = True
     substrate = judging_substrate(law, case.cell, machine.hardware)
@@ -88,7 +88,8 @@ def judge(
             (verdict, reason), error = classify(raised), raised
     torch = release(machine.torch_version)
     waiver = waiver_of(waivers, case, device=kernel_type(substrate), torch=torch)
-    if waiver is not None:
+    is_drawn = isinstance(runs, CaseRuns) and runs.is_drawn
+    if waiver is not None and not (is_drawn and verdict == Verdict.PASS):  # of which the waived samples may be none
         verdict, reason = waiver.judge(verdict, reason, measured)
     if drift is not None and verdict == Verdict.PASS:
         verdict, reason = drift(case.id, measured)

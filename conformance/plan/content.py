@@ -89,6 +89,9 @@ class Profile(_Entry, frozen=True, kw_only=True):
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
     """Time limit of one case in seconds."""
+    sweep_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """Share of the samples of each sweep that the profile tries; more where a kind of sample needs one, see
+    `conformance.sweeps.drawing`."""
     requires_devices: Annotated[int, Meta(ge=0)] = 0
     """Number of CUDA devices without which no case of the profile is run."""
     allows: list[Literal["waived", "unsupported"]] = msgspec.field(default_factory=lambda: ["waived", "unsupported"])

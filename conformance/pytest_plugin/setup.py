@@ -165,6 +165,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 subject=subject,
                 pools=config.stash.get(POOLS, None) or _pools(hardware, option),
                 hardware=hardware,
+                sweep_share=profile.sweep_share,
                 covers_torch=option.torch_coverage,
             ),
             repro_options=tuple(_repro_options(option, defect)),

@@ -46,6 +46,8 @@ class CaseRuns:
         self.clock = Clock()
         self.records: set[str] = set()
         """Names of the records that the law has asked for."""
+        self.is_drawn = False
+        """True if the law has asked for a sweep that has tried a share of its samples alone."""
         self._real = tuple(substrate for substrate in accepts if substrate != "simulated") or REAL
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
@@ -82,8 +84,15 @@ class CaseRuns:
         simulated = experiment.sampled or (experiment.alone and not on_device)
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
         self._require_features(experiment.needs, cell, substrate)
+        sweep_share = self.store.sweep_share if experiment.draws else 1.0
+        self.is_drawn |= sweep_share < 1.0
         header = self._header(
-            cell, substrate, experiment=experiment.name, alone=experiment.alone, sampled=experiment.sampled
+            cell,
+            substrate,
+            experiment=experiment.name,
+            alone=experiment.alone,
+            sampled=experiment.sampled,
+            sweep_share=sweep_share,
         )
         self.records.add(self.store.directory_of(header).name)
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
@@ -151,7 +160,13 @@ class CaseRuns:
         """Run a header's experiment; `directory` is for temporary files of the ranks, `kept` for files that stay."""
         variant = " alone" * header.alone + " sampled" * header.sampled
         task, environment = self._task(
-            header.experiment, header.cell, header.substrate, directory, kept=kept, variant=variant
+            header.experiment,
+            header.cell,
+            header.substrate,
+            directory,
+            kept=kept,
+            variant=variant,
+            sweep_share=header.sweep_share,
         )
         return self.store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
 
@@ -167,13 +182,21 @@ class CaseRuns:
         return time.monotonic() - start_s - (pools.waited_s - waited_before_s)
 
     def _task(
-        self, function: str, cell: Cell, substrate: Substrate, directory: Path, *, kept: Path, variant: str
+        self,
+        function: str,
+        cell: Cell,
+        substrate: Substrate,
+        directory: Path,
+        *,
+        kept: Path,
+        variant: str,
+        sweep_share: float = 1.0,
     ) -> tuple[Task, dict[str, str]]:
         """Return the task of a cell's ranks and their environment; only tasks of one variant share processes."""
         store = self.store
         task = Task(
             function,
-            json_like(job_of(cell, directory, kept=kept, defect=store.defect)),
+            json_like(job_of(cell, directory, kept=kept, defect=store.defect, sweep_share=sweep_share)),
             kind=self._kind(cell) + variant,
             accelerated=device_type(substrate) == "cuda",
             compiles=cell.compile,

@@ -46,9 +46,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Directory for files of the ranks."""
     kept: str
     """Directory of the record, for files that outlast an experiment."""
+    sweep_share: float = 1.0
+    """Share of its samples that a sweep tries, see `Experiment.draws`."""
 
 
-def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None = None) -> Job:
+def job_of(
+    cell: Cell, directory: Path, *, defect: str | None, kept: Path | None = None, sweep_share: float = 1.0
+) -> Job:
     """Return the payload for each rank of a cell; `kept` defaults to `directory`."""
     return Job(
         config=cell.config,
@@ -59,6 +63,7 @@ def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None
         defect=defect,
         directory=str(directory),
         kept=str(kept or directory),
+        sweep_share=sweep_share,
     )
 
 
@@ -90,6 +95,8 @@ class Experiment(Generic[Result]):
     """True if one process performs the experiment; that process may simulate the cell's world."""
     sampled: bool
     """True if one process for each of the cell's `sampled_ranks` performs it, in a world that it simulates."""
+    draws: bool
+    """True for a sweep that tries the share of its samples for which the profile has time."""
     result: Any
     """Type of each rank's result, made of builtin types and msgspec structs."""
     perform: Callable[[RankContext, Job], Result]

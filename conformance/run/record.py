@@ -39,6 +39,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """True if the experiment ran in one process."""
     sampled: bool = False
     """True if the experiment ran in a process for each of the cell's sampled ranks."""
+    sweep_share: float = 1.0
+    """Share of the samples that a sweep has tried, if it draws them."""
     trainer: str | None = None
     """Trainer that ran, as `RecordStore.subject` names it; None for the reference trainer."""
     repeat: int = 0

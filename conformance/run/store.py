@@ -69,7 +69,8 @@ class RecordStore:
     hardware: Hardware = NO_DEVICES
     subject: str | None = None
     """Trainer that is judged, as `known_trainers.resolve` takes its name; None for the reference trainer."""
-
+    sweep_share: float = 1.0
+    """Share of the samples that sweeps try, see `Profile.sweep_share`."""
     covers_torch: bool = False
     """True if ranks leave the coverage of torch's own Python in each record, see `torch_coverage.recording`."""
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
+from random import Random
 from shutil import rmtree
 from typing import Any
 
@@ -129,5 +130,9 @@ def sweep_rows(
             rmtree(directory, ignore_errors=True)
         return end
 
-    limit = 4 if rank.size == 2 else None
-    return CoveringSweep(ended=ended, strength=2, limit=limit, seed=rank.config.seed, **options).swept(rank.subjects)
+    few = partial(_few, seed=rank.config.seed) if rank.size == 2 else None
+    return CoveringSweep(ended=ended, strength=2, draw=few, **options).swept(rank.subjects)
+
+
+def _few(rows: Sequence[Options], *, seed: int) -> list[Options]:
+    return Random(seed).sample(rows, min(4, len(rows)))

@@ -22,7 +22,8 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.device_attention import KERNELS, attention_by
 from conformance.instruments.ring_attention import ring_options, unsharded
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids
+from conformance.sweeps.covering_sweep import CoveringSweep, Draw, Options, forbids
+from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.interface_sweep import DTYPES
 from conformance.sweeps.layouts import distributed
 from conformance.sweeps.trials import Ended, Swept, Trials
@@ -60,7 +61,8 @@ SUSPECTS: tuple[Options, ...] = (
     # findings/unsharding_along_the_first_dimension.py
     *({"load_balance": True, "length": length, "unshard": "positions"} for length in _BALANCED),
     *({"load_balance": True, "length": length, "is_causal": False} for length in _BALANCED),
-    {"kernel": "efficient", "backward": "after"},
+    {"kernel": "efficient", "length": "odd", "backward": "after"},
+    {"kernel": "efficient", "load_balance": False, "backward": "after"},
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
 _HEADS, _HEAD_DIM = 4, 8
@@ -69,17 +71,17 @@ _TOKENS = {"even": 4, "short": 2, "long": 6, "odd": 3}
 findings/ring_attention_of_unequal_shards.py."""
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, draws=True)
 def sweep(rank: RankWorld) -> Swept:
     """Call ring attention with any two values of its options, on four ranks any three.
 
     The ring is the last dimension of the cell's mesh.
     """
-    return sweep_on(fsdp_mesh(rank.mesh), rank.subjects, strength=3 if rank.size > 3 else 2)
+    return sweep_on(fsdp_mesh(rank.mesh), rank.subjects, strength=3 if rank.size > 3 else 2, draw=draw_of(rank))
 
 
-def sweep_on(mesh: DeviceMesh, subjects: Collection[str] = (), *, strength: int) -> Swept:
-    """Return the outcome of all rows, or of those that subjects name."""
+def sweep_on(mesh: DeviceMesh, subjects: Collection[str] = (), *, strength: int, draw: Draw | None = None) -> Swept:
+    """Return the outcome of all rows, of those that subjects name, or of those that are drawn."""
     trials = Trials(mesh)
 
     def ended(row: Options) -> Ended:
@@ -87,7 +89,13 @@ def sweep_on(mesh: DeviceMesh, subjects: Collection[str] = (), *, strength: int)
         return trials.ended(partial(differences, row))
 
     rows = CoveringSweep(
-        OPTIONS, ended, strength=strength, rules=RULES, suspects=SUSPECTS, refusals=REFUSALS, label="attention"
+        *(OPTIONS, ended),
+        strength=strength,
+        rules=RULES,
+        suspects=SUSPECTS,
+        refusals=REFUSALS,
+        label="attention",
+        draw=draw,
     )
     return rows.swept(subjects)
 

@@ -7,7 +7,6 @@ set of options that ends so, which names the outcome: `mesh=N x 1, reshard_after
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,9 @@ Options = Mapping[str, Any]
 """Values of options by name."""
 Axes = Mapping[str, Sequence[Any]]
 """Values of each option; the first is the default."""
+
+Draw = Callable[[Sequence[Options]], Sequence[Options]]
+"""Function that draws some of the rows, the same on all ranks."""
 
 NO_OPTION = "no option"
 """Subject of a row in which all options have their defaults."""
@@ -50,9 +52,8 @@ class CoveringSweep:
     """Options that may be refused together; any if None. Another refusal is a fault, see `Ended.judged`."""
     label: str = "options"
     """Word for the rows in outcomes, where the interface has no name."""
-    limit: int | None = None
-    """Number of rows without suspects, drawn by the seed, that are tried instead of all, up to the first wrong one."""
-    seed: int = 0
+    draw: Draw | None = None
+    """Function that draws the rows to try, up to the first wrong one; without it all are tried, suspects first."""
     _right: list[Options] = field(default_factory=list)
     _excluded: list[Options] = field(default_factory=list)
     _swept: Swept = field(default_factory=Swept)
@@ -67,8 +68,8 @@ class CoveringSweep:
 
         Subjects that spell options restrict the rows to these and the defaults.
         """
-        if named := self._named(subjects):
-            for subset in ({}, *named):
+        if chosen := named(subjects, self.options, self.name):
+            for subset in ({}, *chosen):
                 self._judge(subset, self._ended(subset))
         else:
             self._try_all()
@@ -76,20 +77,12 @@ class CoveringSweep:
             self._swept.computed[self.name or self.label] = len(self._right)
         return self._swept
 
-    def _named(self, subjects: Collection[str]) -> list[Options]:
-        """Return the subsets of options that subjects name, as they are reported."""
-        known = {
-            _spelled(option, value): (option, value) for option, values in self.options.items() for value in values
-        }
-        bare = [subject.removeprefix(f"{self.name}(").removesuffix(")") for subject in sorted(subjects)]
-        spelled = [subject.split(", ") for subject in bare]
-        return [dict(known[text] for text in each) for each in spelled if known.keys() >= set(each)]
-
     def _try_all(self) -> None:
-        if self.limit is not None:
-            self._excluded += self.suspects
-            rows = self._missing()
-            self._try_rows(Random(self.seed).sample(rows, min(self.limit, len(rows))))
+        if self.draw is not None:
+            self._excluded += filter(None, self.suspects)
+            if {} in self.suspects:
+                self._judge({}, self._ended({}))
+            self._try_rows(self.draw(self._missing()))
             return
         for subset in self.suspects:
             if not any(has({**self.defaults, **subset}, excluded) for excluded in self._excluded):
@@ -99,7 +92,7 @@ class CoveringSweep:
 
     def _try_rows(self, rows: Iterable[Options]) -> None:
         for row in rows:
-            if self.limit is not None and self._swept.wrong:
+            if self.draw is not None and self._swept.wrong:
                 return  # each further one would be narrowed down
             if not any(has(row, excluded) for excluded in self._excluded):
                 self._try(row)
@@ -173,6 +166,19 @@ class CoveringSweep:
 
     def _ended(self, subset: Options) -> Ended:
         return self.ended({**self.defaults, **subset})
+
+
+def named(subjects: Collection[str], options: Axes, name: str = "") -> list[Options]:
+    """Return the subsets of options that subjects of an interface name, as they are reported.
+
+    >>> named({"mean(dim=1)", "sum(dim=0)", "mean(no option)"}, {"dim": (0, 1)}, "mean")
+    [{'dim': 1}, {}]
+    """
+    known = {_spelled(option, value): (option, value) for option, values in options.items() for value in values}
+    own = [subject for subject in sorted(subjects) if not name or subject.startswith(f"{name}(")]
+    bare = [subject.removeprefix(f"{name}(").removesuffix(")") if name else subject for subject in own]
+    spelled = [[] if text == NO_OPTION else text.split(", ") for text in bare]
+    return [dict(known[text] for text in each) for each in spelled if known.keys() >= {*each}]
 
 
 def forbids(*axes: str, when: Callable[..., bool]) -> Rule:

@@ -15,8 +15,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld
-from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.covering_sweep import CoveringSweep, Options, named
+from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.layouts import Layout
+from conformance.sweeps.refusals import refused_on
 from conformance.sweeps.trials import Swept, Trials, select_samples
 from reference_trainer.checks import UsageError
 
@@ -81,13 +83,16 @@ class Interface:
 
 def swept_interfaces(interfaces: Iterable[Interface], rank: RankWorld, trials: Trials, *, strength: int) -> Swept:
     """Try any `strength` options of each interface together, on the mesh of the trials."""
-    total = Swept()
+    total, refused, draw = Swept(), refused_on(torch.__version__), draw_of(rank)
     for interface in select_samples(interfaces, lambda each: each.name, restricted_to=_names(rank.subjects)):
 
         def ended(options: Options, interface: Interface = interface) -> Any:
             return trials.ended(lambda mesh: dict(interface.faults(options, mesh)))
 
-        sweep = CoveringSweep(interface.options, ended, interface.name, strength, interface.rules)
+        suspects = named(refused, interface.options, interface.name)
+        sweep = CoveringSweep(
+            interface.options, ended, interface.name, strength, interface.rules, suspects=suspects, draw=draw
+        )
         total.add(sweep.swept(rank.subjects))
     return total
 

@@ -22,8 +22,10 @@ from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids
+from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, named
+from conformance.sweeps.drawing import draw_of, drawn_on
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
+from conformance.sweeps.refusals import refused_on
 from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
 
 STEPS = 3
@@ -215,32 +217,45 @@ class Setting:
         return sample.bound or (_BOUND_OF_PENDING if self.is_pending else None)
 
 
-@experiment(needs=Needs.SHARDING)
+@experiment(needs=Needs.SHARDING, draws=True)
 def sweep(rank: RankWorld) -> Swept:
     """Step with every sample in the settings of this mesh; options in the first setting alone."""
     trials = Trials(rank.mesh)
     settings = settings_of(trials.mesh)
-    for sample in select_samples(optimizer_samples(), lambda sample: sample.name, restricted_to=rank.subjects):
+    samples = select_samples(optimizer_samples(), lambda sample: sample.name, restricted_to=rank.subjects)
+    pairs = [
+        (sample, setting)
+        for sample in samples
+        for setting in (settings[:1] if sample.is_elementwise and not sample.is_usual else settings)
+    ]
+    for sample, setting in drawn_on(rank, pairs, _kinds):
         trials.add(sample.name)
-        for setting in settings[:1] if sample.is_elementwise and not sample.is_usual else settings:
-            _try_setting(trials, sample, setting)
+        _try_setting(trials, sample, setting)
     return trials.swept
 
 
-@experiment(needs=Needs.SHARDING)
+def _kinds(pair: "tuple[OptimizerSample, Setting]") -> list[str]:
+    """Return of what a share of the sweep has at least one: each optimizer, and each setting."""
+    sample, setting = pair
+    return [sample.make.__name__, setting.kind]
+
+
+@experiment(needs=Needs.SHARDING, draws=True)
 def pair_sweep(rank: RankWorld) -> Swept:
     """Step with any two options of each optimizer together, and each implementation, on even rows.
 
     Options that plain tensors refuse together count as refused.
     """
-    trials, total = Trials(rank.mesh), Swept()
+    trials, total, refused, draw = Trials(rank.mesh), Swept(), refused_on(torch.__version__), draw_of(rank)
     [setting] = [each for each in settings_of(trials.mesh) if each.kind == "even rows"]
     names = {subject.partition("(")[0] for subject in rank.subjects}
     for make in select_samples(optimizers(), lambda make: make.__name__, restricted_to=names):
         options: dict[str, tuple[Any, ...]] = dict.fromkeys(_options_of(make), (False, True))
         options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
         ended = partial(_ended_with, trials, setting, make)
-        total.add(CoveringSweep(options, ended, make.__name__, 2, _rules_of(options)).swept(rank.subjects))
+        suspects = named(refused, options, make.__name__)
+        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), suspects=suspects, draw=draw)
+        total.add(rows.swept(rank.subjects))
     return total
 
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
+from conformance.sweeps.drawing import drawn_on
 from conformance.sweeps.layouts import Layout, distributed, integers, placed_shard, spelled
 from conformance.sweeps.module_outcomes import Expectation, Outcome, computed, differences, placed_seeds, with_integers
 from conformance.sweeps.operator_samples import Size, sizes
@@ -354,14 +355,15 @@ _COMPILED = (
 """Subjects that are compiled: one of each kind, since capturing a graph takes a quarter of a second."""
 
 
-@experiment(needs=Needs.NOTHING)
+@experiment(needs=Needs.NOTHING, draws=True)
 def sweep(rank: RankWorld) -> Swept:
     """Try styles on the tensor-parallel ranks if they are all ranks, and losses on the mesh."""
     tp = rank.mesh["tp"]
     is_all = tp.size() == rank.size
     trials = Trials(tp if is_all else rank.mesh)
     samples = [*(style_samples() if is_all else ()), *loss_samples(trials.mesh.ndim)]
-    for sample in select_samples(samples, lambda sample: sample.subject, restricted_to=rank.subjects):
+    chosen = select_samples(samples, lambda sample: sample.subject, restricted_to=rank.subjects)
+    for sample in drawn_on(rank, chosen, lambda sample: [sample.subject]):
         trials.add(sample.subject)
         for size in _sizes(tp.size()):
             if sample.tries_empty or size != "empty":

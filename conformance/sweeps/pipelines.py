@@ -22,7 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, needs
+from conformance.sweeps.covering_sweep import CoveringSweep, Draw, Options, forbids, needs
+from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.layouts import difference, distributed
 from conformance.sweeps.pipeline_stages import (
     Batch,
@@ -403,24 +404,16 @@ SUSPECTS: tuple[Options, ...] = (
     *REFUSALS,
 )
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
-FEW_ROWS = 40
-"""Number of rows for which each commit has time."""
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, draws=True)
 def sweep(rank: RankWorld) -> Swept:
     """Call every schedule with any two values of its options, except refused ones."""
-    return sweep_on(_mesh_of(rank), rank.subjects)
+    return sweep_on(_mesh_of(rank), rank.subjects, draw_of(rank))
 
 
-@experiment(needs=Needs.TRAINING)
-def few_rows(rank: RankWorld) -> Swept:
-    """Call schedules in a few of these rows, which the seed draws; rows that fail in torch are left out."""
-    return sweep_on(_mesh_of(rank), rank.subjects, limit=FEW_ROWS, seed=rank.config.seed)
-
-
-def sweep_on(mesh: DeviceMesh, subjects: Collection[str], *, limit: int | None = None, seed: int = 0) -> Swept:
-    """Return the outcome of all rows, of those that subjects name, or of a few, on a mesh of pipeline and replicas."""
+def sweep_on(mesh: DeviceMesh, subjects: Collection[str], draw: Draw | None = None) -> Swept:
+    """Return the outcome on a mesh of pipeline and replicas: of all rows, those that subjects name, or drawn ones."""
     trials = Trials(mesh)
     options = OPTIONS if mesh.ndim > 1 else {**OPTIONS, "second_dim": ("none",)}
 
@@ -431,9 +424,7 @@ def sweep_on(mesh: DeviceMesh, subjects: Collection[str], *, limit: int | None =
         return found
 
     suspects = [suspect for suspect in SUSPECTS if suspect.get("second_dim", "none") in options["second_dim"]]
-    rows = CoveringSweep(
-        options, ended, strength=2, rules=RULES, suspects=suspects, refusals=REFUSALS, limit=limit, seed=seed
-    )
+    rows = CoveringSweep(options, ended, strength=2, rules=RULES, suspects=suspects, refusals=REFUSALS, draw=draw)
     return rows.swept(subjects)
 
 

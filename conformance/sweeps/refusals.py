@@ -75,6 +75,15 @@ def read_refusals() -> dict[str, Refusals]:
     return msgspec.json.decode(REFUSALS_FILE.read_bytes(), type=dict[str, Refusals])
 
 
+def refused_on(version: str) -> set[str]:
+    """Return the subjects of all cases of which a version of torch refuses calls, as the last measured release did."""
+    found = set[str]()
+    for known in read_refusals().values():
+        for measured in known.measured_up_to(version)[-1:]:
+            found |= {subject for subject in known.errors if known.errors_on(subject, measured)}
+    return found
+
+
 def excess(case: str, refused: Mapping[str, Errors], version: str) -> Iterator[tuple[str, int, str]]:
     """Yield the subjects that refuse more calls of a case than measured, with the number and a text."""
     known = read_refusals().get(case)
