@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import cast
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,17 @@ def contains(calls: Calls, fewer: Calls) -> bool:
     """Return whether a sequence has the calls of another one in their order, with or without calls between them."""
     rest = iter(calls)
     return all(call in rest for call in fewer)
+
+
+def found_in(calls: Calls, fewer: Calls, alike: Callable[[Calls], Calls]) -> Calls | None:
+    """Return the first calls of a sequence that are those of another one, as `alike` spells both; None without them.
+
+    >>> found_in((Call("train", "twice"), Call("step")), (Call("train"),), lambda calls: (Call(calls[0].name),))
+    (Call(name='train', value='twice'),)
+    """
+    rest = iter(calls)
+    found = tuple(next((call for call in rest if alike((call,)) == alike((each,))), None) for each in fewer)
+    return None if None in found else cast("Calls", found)
 
 
 def smallest(calls: Calls, fails: Callable[[Calls], bool]) -> Calls:

@@ -5,8 +5,9 @@ end the memory that is held, too.
 """
 
 import gc
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from random import Random
 
@@ -25,10 +26,13 @@ from conformance.sweeps.call_sequences import (
     changes_unsharded,
     contains,
     draw,
+    found_in,
+    is_allowed,
     plainest,
     smallest,
     text_of,
 )
+from conformance.sweeps.drawing import drawn_on
 from conformance.sweeps.layouts import difference
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
 from conformance.sweeps.trials import End, Ended, Swept, Trials
@@ -135,10 +139,10 @@ SUSPECTS: tuple[str, ...] = (
     "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
     *REFUSED,
 )
-"""Sequences that fail in some version of torch: tried first, since finding the smallest one takes long."""
+"""Smallest sequences that fail in some version of torch: tried first, since finding them in a longer one takes long."""
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, draws=True)
 def sweep(rank: RankWorld) -> Swept:
     """Perform random sequences of calls, of which the seed of the cell decides."""
     return LifeSweep(rank).swept()
@@ -151,7 +155,7 @@ class LifeSweep:
     """
 
     def __init__(self, rank: RankWorld) -> None:
-        self._rank, self._size = rank.rank, rank.size
+        self._world, self._rank, self._size = rank, rank.rank, rank.size
         self._trials = Trials(fsdp_mesh(rank.mesh))
         self._excluded: list[Calls] = []
         self._swept = Swept(computed={_SUBJECT: 0})
@@ -162,13 +166,32 @@ class LifeSweep:
     def swept(self) -> Swept:
         """Return the outcome: the number of right sequences, and the smallest that are refused or wrong."""
         named = [calls for text in self._subjects if (calls := read(text)) is not None]
-        for calls in ((), *(named or map(calls_of, SUSPECTS))):
-            self._try(calls)
-        if not named:
+        suspects = [calls_of(text) for text in SUSPECTS]
+        if named:
+            self._try_smallest(((), *named))
+        elif self._world.sweep_share < 1.0:
+            self._try_smallest(((),))
+            self._excluded += suspects
+            self._try_drawn()
+        else:
+            self._try_smallest(((), *singles_of(suspects), *suspects))
             for _ in range(SEQUENCES[self._size]):
                 if () not in self._excluded:
                     self._try(self._sampled())
         return self._swept
+
+    def _try_smallest(self, sequences: Iterable[Calls]) -> None:
+        """Try sequences that are taken as they are if they fail."""
+        for calls in sequences:
+            if not self._is_excluded(calls) and (ended := self._judged(calls)) is not None:
+                self._report(calls, calls, ended)
+
+    def _try_drawn(self) -> None:
+        """Try a share of the random sequences, with every call of the grammar that they have."""
+        if () not in self._excluded:
+            sequences = [self._sampled() for _ in range(SEQUENCES[self._size])]
+            for calls in drawn_on(self._world, sequences, lambda calls: [call.name for call in calls]):
+                self._try(calls)
 
     def _sampled(self) -> Calls:
         """Return a new sequence that plain torch performs, and that has none that is excluded."""
@@ -191,18 +214,36 @@ class LifeSweep:
             return None
 
     def _try(self, calls: Calls) -> None:
-        if self._is_excluded(calls):
+        """Try a sequence, of which the smallest is kept if it fails."""
+        if self._is_excluded(calls) or (ended := self._judged(calls)) is None:
             return
+        calls = self._narrowed(calls, ended.end)
+        plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
+        self._report(calls, plain, ended)
+
+    def _judged(self, calls: Calls) -> Ended | None:
+        """Return how a sequence fails; None, and count it, if it is right."""
         ended = self._ended(calls)
         if ended is None:
             raise RuntimeError(f"plain torch cannot perform {text_of(calls)}")
-        if ended.end is End.RIGHT:
-            self._swept.count(ended.outcome)
-            self._swept.computed[_SUBJECT] += 1
-            return
+        if ended.end is not End.RIGHT:
+            return ended
+        self._swept.count(ended.outcome)
+        self._swept.computed[_SUBJECT] += 1
+        return None
+
+    def _narrowed(self, calls: Calls, end: End | None) -> Calls:
+        """Return the smallest sequence that ends so: one that is known, if it does with the values of these calls."""
         known = changes_unsharded(calls)
-        calls = smallest(calls, lambda fewer: known == changes_unsharded(fewer) and self._ends(fewer, ended.end))
-        plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
+
+        def ends(fewer: Calls) -> bool:
+            return is_allowed(fewer) and known == changes_unsharded(fewer) and self._ends(fewer, end)
+
+        found = (found_in(calls, excluded, _in_any_way) for excluded in self._excluded)
+        return next((fewer for fewer in found if fewer is not None and ends(fewer)), None) or smallest(calls, ends)
+
+    def _report(self, calls: Calls, plain: Calls, ended: Ended) -> None:
+        """Record a failure, of the plainest sequence if it is new, and exclude both."""
         may_refuse = may_be_refused(plain)
         self._swept.count(ended.judged(may_refuse=may_refuse).outcome)
         is_known = plain in self._excluded
@@ -234,6 +275,11 @@ def may_be_refused(calls: Calls) -> bool:
 
 def _in_any_way(calls: Calls) -> Calls:
     return tuple(Call(call.name) if call.name in ("cast", "train", "to_empty") else call for call in calls)
+
+
+def singles_of(sequences: Iterable[Calls]) -> list[Calls]:
+    """Return the calls of sequences that may stand alone: a fault of one is no fault of the others beside it."""
+    return [(call,) for call in dict.fromkeys(itertools.chain(*sequences)) if is_allowed((call,))]
 
 
 def read(text: str) -> Calls | None:
