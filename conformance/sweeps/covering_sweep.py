@@ -92,7 +92,7 @@ class CoveringSweep:
 
     def _try_rows(self, rows: Iterable[Options]) -> None:
         for row in rows:
-            if self.draw is not None and self._swept.wrong:
+            if self.draw is not None and self._swept.outcomes.get("wrong"):  # on any rank, so that all stop together
                 return  # each further one would be narrowed down
             if not any(has(row, excluded) for excluded in self._excluded):
                 self._try(row)

@@ -190,7 +190,7 @@ class LifeSweep:
         """Try a share of the random sequences, with every call of the grammar that they have."""
         if () not in self._excluded:
             sequences = [self._sampled() for _ in range(SEQUENCES[self._size])]
-            for calls in drawn_on(self._world, sequences, lambda calls: [call.name for call in calls]):
+            for calls in drawn_on(self._world, sequences, lambda calls: map(str, calls)):
                 self._try(calls)
 
     def _sampled(self) -> Calls:

@@ -235,9 +235,9 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _kinds(pair: "tuple[OptimizerSample, Setting]") -> list[str]:
-    """Return of what a share of the sweep has at least one: each optimizer, and each setting."""
+    """Return of what a share of the sweep has at least one: each optimizer in each setting."""
     sample, setting = pair
-    return [sample.make.__name__, setting.kind]
+    return [f"{sample.make.__name__}: {setting.kind}"]
 
 
 @experiment(needs=Needs.SHARDING, draws=True)

@@ -363,12 +363,18 @@ def sweep(rank: RankWorld) -> Swept:
     trials = Trials(tp if is_all else rank.mesh)
     samples = [*(style_samples() if is_all else ()), *loss_samples(trials.mesh.ndim)]
     chosen = select_samples(samples, lambda sample: sample.subject, restricted_to=rank.subjects)
-    for sample in drawn_on(rank, chosen, lambda sample: [sample.subject]):
+    for sample in chosen:
         trials.add(sample.subject)
-        for size in _sizes(tp.size()):
-            if sample.tries_empty or size != "empty":
-                _try_size(trials, sample, size)
+    pairs = [(sample, size) for sample in chosen for size in _sizes(tp.size()) if sample.tries_empty or size != "empty"]
+    for sample, size in drawn_on(rank, pairs, lambda pair: _kinds(pair[0])):
+        _try_size(trials, sample, size)
     return trials.swept
+
+
+def _kinds(sample: ParallelSample) -> list[str]:
+    """Return of what a share of the sweep has at least one: of each subject the layouts of inputs and of outputs."""
+    given, _, output = sample.case.partition(" to ")
+    return [f"{sample.subject} {given}", f"{sample.subject} to {output}"]
 
 
 @experiment(needs=Needs.NOTHING)

@@ -18,6 +18,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.plan.scopes import scope
 from conformance.plan.substrates import REAL
+from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.hardware import Hardware, SimulatedDevice
 from conformance.run.store import RecordStore
 from tests.support.fake_devices import some_devices
@@ -91,6 +92,14 @@ def test_a_case_that_the_machine_cannot_judge_is_not_run(judged: Callable[..., J
     [(ConformanceFailure("4"), Verdict.WAIVED), (None, Verdict.UNEXPECTED_PASS), (KeyError(), Verdict.ERROR)],
 )
 def test_waivers(judged: Callable[..., Judged], outcome: Exception | None, verdict: Verdict) -> None:
+    assert judged(outcome, upper=2.0, waivers=[WAIVER]).verdict == verdict
+
+
+@pytest.mark.parametrize(("outcome", "verdict"), [(ConformanceFailure("4"), Verdict.WAIVED), (None, Verdict.PASS)])
+def test_a_share_of_a_sweep_need_not_show_what_is_waived(
+    judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, outcome: Exception | None, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(CaseRuns, "fixtures", lambda runs, cell: vars(runs).update(is_drawn=True) or {"cell": cell})
     assert judged(outcome, upper=2.0, waivers=[WAIVER]).verdict == verdict
 
 

@@ -12,12 +12,13 @@ from conformance.sweeps.call_sequences import (
     changes_unsharded,
     contains,
     draw,
+    found_in,
     is_allowed,
     plainest,
     smallest,
     text_of,
 )
-from conformance.sweeps.life_cycle import SUSPECTS, expected, may_be_refused
+from conformance.sweeps.life_cycle import SUSPECTS, expected, may_be_refused, singles_of
 from conformance.sweeps.module_lives import NotComparable, PlainLife, ShardedLife
 
 SAMPLES = [draw(Random(seed), length=8) for seed in range(300)]
@@ -117,3 +118,18 @@ def test_smaller_sequences_are_of_the_grammar() -> None:
 )
 def test_documented_calls_may_not_be_refused(text: str, may_be: bool) -> None:
     assert may_be_refused(calls_of(text)) == may_be
+
+
+def test_a_known_sequence_is_found_with_other_values() -> None:
+    calls = calls_of("step, train(twice), freeze(second), cast(fp64), train(many), train")
+    known = calls_of("train, cast(bf16), train")
+    assert found_in(calls, known, lambda each: (Call(each[0].name),)) == calls_of(
+        "train(twice), cast(fp64), train(many)"
+    )
+    assert found_in(known, calls, lambda each: each) is None
+
+
+def test_suspects_come_after_their_single_calls_that_plain_torch_performs() -> None:
+    singles = singles_of([calls_of(text) for text in SUSPECTS])
+    assert {(Call("train"),), (Call("freeze", "root"),), (Call("write", "data"),)} <= {*singles}
+    assert all(is_allowed(single) and _is_comparable(single) for single in singles)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from conformance.sweeps import options as options_module
 from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.drawing import drawn
 from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
@@ -181,3 +183,32 @@ def test_a_refusal_that_is_not_known_is_a_fault() -> None:
     assert swept(None).refused == swept([{"first": 1}]).refused == {"first=1": 1}
     (wrong,) = swept([{"second": 1}]).wrong
     assert (wrong.subject, wrong.fault) == ("first=1", REFUSAL)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_share_of_rows_is_tried_up_to_the_first_wrong_one_without_known_faults() -> None:
+    def swept(wrong: int) -> tuple[Swept, list[Options]]:
+        tried: list[Options] = []
+
+        def ended(row: Options) -> Ended:
+            tried.append(row)
+            return Ended(End.WRONG if row["first"] == wrong else End.RIGHT, None, {})
+
+        options = {"first": (0, 1, 2), "second": (0, 1, 2)}
+        draw = partial(drawn, kinds=lambda row: [str(item) for item in row.items()], share=0.1, seed=0)
+        return CoveringSweep(options, ended, strength=2, suspects=[{"first": 1}], draw=draw).swept(), tried
+
+    known, rows = swept(wrong=1)
+    assert known.outcomes == {"right": len(rows)}
+    assert {row["first"] for row in rows} == {0, 2}
+    assert {row["second"] for row in rows} == {0, 1, 2}
+    assert len(rows) < 6
+    new, _ = swept(wrong=2)
+    assert new.outcomes["wrong"] == 1  # although this rank has no fault of it
+
+
+@pytest.mark.usefixtures("mesh")
+def test_defaults_that_are_known_to_fail_are_tried_in_a_share_too() -> None:
+    draw = partial(drawn, kinds=lambda _: [0], share=0.1, seed=0)
+    sweep = CoveringSweep({"first": (0, 1)}, lambda _: Ended(End.RIGHT, None, {}), suspects=[{}], draw=draw)
+    assert sweep.swept().outcomes == {"right": 2}

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.cli.refusals import refused_calls
 from conformance.sweeps import refusals
-from conformance.sweeps.refusals import Refusals, excess
+from conformance.sweeps.refusals import Refusals, excess, refused_on
 
 CASE = "DT-3/dp2"
 NO_RULE = "NotImplementedError: no rule"
@@ -77,3 +77,10 @@ def test_a_tried_release_that_was_not_measured_has_no_bound(monkeypatch: pytest.
     monkeypatch.setattr(refusals, "read_refusals", lambda: {CASE: kept})
     found = {version: [*excess(CASE, {"prod": {NO_RULE: 1}}, version)] for version in ("2.13.0", "2.14.1", "2.99.0")}
     assert [bool(each) for each in found.values()] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "subjects"), [("2.12.0", set()), ("2.14.1", {"lgamma", "prod"}), ("2.15", {"prod"})]
+)
+def test_known_refusals_are_those_of_the_last_measured_release(version: str, subjects: set[str]) -> None:
+    assert refused_on(version) == subjects
