@@ -50,6 +50,8 @@ class CoveringSweep:
     """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
     refusals: Sequence[Options] | None = None
     """Options that may be refused together; any if None. Another refusal is a fault, see `Ended.judged`."""
+    known: Sequence[Options] = ()
+    """Options that earlier sweeps have found: a row that fails is narrowed down to these first."""
     label: str = "options"
     """Word for the rows in outcomes, where the interface has no name."""
     draw: Draw | None = None
@@ -79,8 +81,9 @@ class CoveringSweep:
 
     def _try_all(self) -> None:
         if self.draw is not None:
-            self._excluded += filter(None, self.suspects)
-            if {} in self.suspects:
+            failing = [*self.suspects, *self.known]
+            self._excluded += filter(None, failing)
+            if {} in failing:
                 self._judge({}, self._ended({}))
             self._try_rows(self.draw(self._missing()))
             return
@@ -141,6 +144,9 @@ class CoveringSweep:
         Options without which a subset would be right belong to it, in defaults as well: of those the row has its own
         values. Where ranks wait for each other, that takes too long.
         """
+        for known in self.known:
+            if has(row, known) and self._is_allowed(known) and self._ended(known).end is end:
+                return known
         subset = {option: value for option, value in row.items() if value != self.defaults[option]}
         for option in list(subset):
             fewer = {other: value for other, value in subset.items() if other != option}

@@ -89,9 +89,9 @@ def swept_interfaces(interfaces: Iterable[Interface], rank: RankWorld, trials: T
         def ended(options: Options, interface: Interface = interface) -> Any:
             return trials.ended(lambda mesh: dict(interface.faults(options, mesh)))
 
-        suspects = named(refused, interface.options, interface.name)
+        known = named(refused, interface.options, interface.name)
         sweep = CoveringSweep(
-            interface.options, ended, interface.name, strength, interface.rules, suspects=suspects, draw=draw
+            interface.options, ended, interface.name, strength, interface.rules, known=known, draw=draw
         )
         total.add(sweep.swept(rank.subjects))
     return total

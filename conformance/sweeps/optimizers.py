@@ -235,7 +235,7 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _kinds(pair: "tuple[OptimizerSample, Setting]") -> list[str]:
-    """Return of what a share of the sweep has at least one: each optimizer in each setting."""
+    """Return the kinds of which a share of the sweep has each: an optimizer in a setting."""
     sample, setting = pair
     return [f"{sample.make.__name__}: {setting.kind}"]
 
@@ -253,8 +253,8 @@ def pair_sweep(rank: RankWorld) -> Swept:
         options: dict[str, tuple[Any, ...]] = dict.fromkeys(_options_of(make), (False, True))
         options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
         ended = partial(_ended_with, trials, setting, make)
-        suspects = named(refused, options, make.__name__)
-        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), suspects=suspects, draw=draw)
+        known = named(refused, options, make.__name__)
+        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known, draw=draw)
         total.add(rows.swept(rank.subjects))
     return total
 

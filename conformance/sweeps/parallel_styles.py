@@ -372,7 +372,7 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _kinds(sample: ParallelSample) -> list[str]:
-    """Return of what a share of the sweep has at least one: of each subject the layouts of inputs and of outputs."""
+    """Return the kinds of which a share of the sweep has each: a subject with layouts of inputs, and with an output's."""
     given, _, output = sample.case.partition(" to ")
     return [f"{sample.subject} {given}", f"{sample.subject} to {output}"]
 

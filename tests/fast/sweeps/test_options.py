@@ -212,3 +212,22 @@ def test_defaults_that_are_known_to_fail_are_tried_in_a_share_too() -> None:
     draw = partial(drawn, kinds=lambda _: [0], share=0.1, seed=0)
     sweep = CoveringSweep({"first": (0, 1)}, lambda _: Ended(End.RIGHT, None, {}), suspects=[{}], draw=draw)
     assert sweep.swept().outcomes == {"right": 2}
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_row_is_narrowed_down_to_known_options_without_more_trials() -> None:
+    def swept(known: Sequence[Options]) -> tuple[Swept, int]:
+        rows: list[Options] = []
+
+        def ended(row: Options) -> Ended:
+            rows.append(row)
+            is_refused = row["second"] and row["third"]
+            return Ended(End.ERROR if is_refused else End.RIGHT, ValueError("no") if is_refused else None, {})
+
+        options = dict.fromkeys(("first", "second", "third", "fourth"), (False, True))
+        return CoveringSweep(options, ended, "call", 2, known=known).swept(), len(rows)
+
+    (slow, most), (fast, fewer) = swept(()), swept([{"first": True}, {"second": True, "third": True}])
+    assert fast == slow
+    assert fast.refused["call(second=True, third=True)"] == 1
+    assert fewer < most
