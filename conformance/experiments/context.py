@@ -110,11 +110,11 @@ class RankWorld:
 
 
 def experiment(
-    *, needs: Needs, world: World = "ranks", process_group: bool = True, draws: bool = False
+    *, needs: Needs, world: World = "ranks", process_group: bool = True, takes_share: bool = False
 ) -> Callable[[Callable[[RankWorld], Result]], Experiment[Result]]:
     """Make an experiment of a function whose result consists of builtin types and msgspec structs.
 
-    With `process_group=False` the function makes the process group itself; with `draws` it is a sweep that tries
+    With `process_group=False` the function makes the process group itself; with `takes_share` it is a sweep that tries
     `sweep_share` of its samples.
     """
 
@@ -131,7 +131,7 @@ def experiment(
             needs=needs,
             alone=world in ("simulated", "none"),
             sampled=world == "sampled",
-            draws=draws,
+            takes_share=takes_share,
             result=get_type_hints(function)["return"],
             perform=perform,
         )

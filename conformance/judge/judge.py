@@ -88,8 +88,8 @@ def judge(
             (verdict, reason), error = classify(raised), raised
     torch = release(machine.torch_version)
     waiver = waiver_of(waivers, case, device=kernel_type(substrate), torch=torch)
-    is_drawn = isinstance(runs, CaseRuns) and runs.is_drawn
-    if waiver is not None and not (is_drawn and verdict == Verdict.PASS):  # of which the waived samples may be none
+    is_share = isinstance(runs, CaseRuns) and runs.is_share
+    if waiver is not None and not (is_share and verdict == Verdict.PASS):  # of which the waived samples may be none
         verdict, reason = waiver.judge(verdict, reason, measured)
     if drift is not None and verdict == Verdict.PASS:
         verdict, reason = drift(case.id, measured)

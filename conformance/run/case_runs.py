@@ -46,7 +46,7 @@ class CaseRuns:
         self.clock = Clock()
         self.records: set[str] = set()
         """Names of the records that the law has asked for."""
-        self.is_drawn = False
+        self.is_share = False
         """True if the law has asked for a sweep that has tried a share of its samples alone."""
         self._real = tuple(substrate for substrate in accepts if substrate != "simulated") or REAL
 
@@ -84,8 +84,8 @@ class CaseRuns:
         simulated = experiment.sampled or (experiment.alone and not on_device)
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
         self._require_features(experiment.needs, cell, substrate)
-        sweep_share = self.store.sweep_share if experiment.draws else 1.0
-        self.is_drawn |= sweep_share < 1.0
+        sweep_share = self.store.sweep_share if experiment.takes_share else 1.0
+        self.is_share |= sweep_share < 1.0
         header = self._header(
             cell,
             substrate,

@@ -47,7 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     kept: str
     """Directory of the record, for files that outlast an experiment."""
     sweep_share: float = 1.0
-    """Share of its samples that a sweep tries, see `Experiment.draws`."""
+    """Share of its samples that a sweep tries, see `Experiment.takes_share`."""
 
 
 def job_of(
@@ -95,7 +95,7 @@ class Experiment(Generic[Result]):
     """True if one process performs the experiment; that process may simulate the cell's world."""
     sampled: bool
     """True if one process for each of the cell's `sampled_ranks` performs it, in a world that it simulates."""
-    draws: bool
+    takes_share: bool
     """True for a sweep that tries the share of its samples for which the profile has time."""
     result: Any
     """Type of each rank's result, made of builtin types and msgspec structs."""

@@ -71,7 +71,7 @@ _TOKENS = {"even": 4, "short": 2, "long": 6, "odd": 3}
 findings/ring_attention_of_unequal_shards.py."""
 
 
-@experiment(needs=Needs.TRAINING, draws=True)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Call ring attention with any two values of its options, on four ranks any three.
 

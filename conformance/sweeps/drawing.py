@@ -15,12 +15,12 @@ from conformance.sweeps.covering_sweep import Draw, Options
 Sample = TypeVar("Sample")
 
 
-def drawn(
+def share_of(
     samples: Iterable[Sample], kinds: Callable[[Sample], Iterable[Hashable]], *, share: float, seed: int
 ) -> list[Sample]:
     """Return a share of samples in their order, by seed; at least one of each kind, of which a sample may have several.
 
-    >>> drawn(["a1", "a2", "a3", "b1"], lambda sample: sample[0], share=0.5, seed=0)
+    >>> share_of(["a1", "a2", "a3", "b1"], lambda sample: sample[0], share=0.5, seed=0)
     ['a2', 'b1']
     """
     every = list(samples)
@@ -35,20 +35,20 @@ def drawn(
     return [every[index] for index in sorted(chosen)]
 
 
-def drawn_on(
+def share_on(
     rank: RankWorld, samples: Iterable[Sample], kinds: Callable[[Sample], Iterable[Hashable]]
 ) -> Sequence[Sample]:
     """Return the samples for which the profile of a rank has time; all if that is not limited."""
     if rank.sweep_share == 1.0:
         return list(samples)
-    return drawn(samples, kinds, share=rank.sweep_share, seed=rank.config.seed)
+    return share_of(samples, kinds, share=rank.sweep_share, seed=rank.config.seed)
 
 
 def draw_of(rank: RankWorld) -> Draw | None:
     """Return the function that draws rows of options, with each value of each; None if all are tried."""
     if rank.sweep_share == 1.0:
         return None
-    return partial(drawn, kinds=_values_of, share=rank.sweep_share, seed=rank.config.seed)
+    return partial(share_of, kinds=_values_of, share=rank.sweep_share, seed=rank.config.seed)
 
 
 def _values_of(row: Options) -> list[str]:

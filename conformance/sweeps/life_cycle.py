@@ -32,7 +32,7 @@ from conformance.sweeps.call_sequences import (
     smallest,
     text_of,
 )
-from conformance.sweeps.drawing import drawn_on
+from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import difference
 from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
 from conformance.sweeps.trials import End, Ended, Swept, Trials
@@ -142,7 +142,7 @@ SUSPECTS: tuple[str, ...] = (
 """Smallest sequences that fail in some version of torch: tried first, since finding them in a longer one takes long."""
 
 
-@experiment(needs=Needs.TRAINING, draws=True)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Perform random sequences of calls, of which the seed of the cell decides."""
     return LifeSweep(rank).swept()
@@ -172,7 +172,7 @@ class LifeSweep:
         elif self._world.sweep_share < 1.0:
             self._try_smallest(((),))
             self._excluded += suspects
-            self._try_drawn()
+            self._try_share()
         else:
             self._try_smallest(((), *singles_of(suspects), *suspects))
             for _ in range(SEQUENCES[self._size]):
@@ -186,11 +186,11 @@ class LifeSweep:
             if not self._is_excluded(calls) and (ended := self._judged(calls)) is not None:
                 self._report(calls, calls, ended)
 
-    def _try_drawn(self) -> None:
+    def _try_share(self) -> None:
         """Try a share of the random sequences, with every call of the grammar that they have."""
         if () not in self._excluded:
             sequences = [self._sampled() for _ in range(SEQUENCES[self._size])]
-            for calls in drawn_on(self._world, sequences, lambda calls: map(str, calls)):
+            for calls in share_on(self._world, sequences, lambda calls: map(str, calls)):
                 self._try(calls)
 
     def _sampled(self) -> Calls:

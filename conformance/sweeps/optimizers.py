@@ -23,7 +23,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, named
-from conformance.sweeps.drawing import draw_of, drawn_on
+from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
 from conformance.sweeps.refusals import refused_on
 from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
@@ -217,7 +217,7 @@ class Setting:
         return sample.bound or (_BOUND_OF_PENDING if self.is_pending else None)
 
 
-@experiment(needs=Needs.SHARDING, draws=True)
+@experiment(needs=Needs.SHARDING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Step with every sample in the settings of this mesh; options in the first setting alone."""
     trials = Trials(rank.mesh)
@@ -228,25 +228,26 @@ def sweep(rank: RankWorld) -> Swept:
         for sample in samples
         for setting in (settings[:1] if sample.is_elementwise and not sample.is_usual else settings)
     ]
-    for sample, setting in drawn_on(rank, pairs, _kinds):
+    for sample, setting in share_on(rank, pairs, _kinds):
         trials.add(sample.name)
         _try_setting(trials, sample, setting)
     return trials.swept
 
 
 def _kinds(pair: "tuple[OptimizerSample, Setting]") -> list[str]:
-    """Return the kinds of which a share of the sweep has each: an optimizer in a setting."""
+    """Return the kinds of which a share of the sweep has each: an implementation of an optimizer in a setting."""
     sample, setting = pair
-    return [f"{sample.make.__name__}: {setting.kind}"]
+    switches = [name for name in _IMPLEMENTATIONS if name in sample.options]
+    return [f"{sample.make.__name__} {switches}: {setting.kind}"]
 
 
-@experiment(needs=Needs.SHARDING, draws=True)
+@experiment(needs=Needs.SHARDING)
 def pair_sweep(rank: RankWorld) -> Swept:
     """Step with any two options of each optimizer together, and each implementation, on even rows.
 
     Options that plain tensors refuse together count as refused.
     """
-    trials, total, refused, draw = Trials(rank.mesh), Swept(), refused_on(torch.__version__), draw_of(rank)
+    trials, total, refused = Trials(rank.mesh), Swept(), refused_on(torch.__version__)
     [setting] = [each for each in settings_of(trials.mesh) if each.kind == "even rows"]
     names = {subject.partition("(")[0] for subject in rank.subjects}
     for make in select_samples(optimizers(), lambda make: make.__name__, restricted_to=names):
@@ -254,7 +255,7 @@ def pair_sweep(rank: RankWorld) -> Swept:
         options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
         ended = partial(_ended_with, trials, setting, make)
         known = named(refused, options, make.__name__)
-        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known, draw=draw)
+        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known)
         total.add(rows.swept(rank.subjects))
     return total
 

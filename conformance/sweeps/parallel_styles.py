@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.drawing import drawn_on
+from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import Layout, distributed, integers, placed_shard, spelled
 from conformance.sweeps.module_outcomes import Expectation, Outcome, computed, differences, placed_seeds, with_integers
 from conformance.sweeps.operator_samples import Size, sizes
@@ -355,7 +355,7 @@ _COMPILED = (
 """Subjects that are compiled: one of each kind, since capturing a graph takes a quarter of a second."""
 
 
-@experiment(needs=Needs.NOTHING, draws=True)
+@experiment(needs=Needs.NOTHING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Try styles on the tensor-parallel ranks if they are all ranks, and losses on the mesh."""
     tp = rank.mesh["tp"]
@@ -366,13 +366,13 @@ def sweep(rank: RankWorld) -> Swept:
     for sample in chosen:
         trials.add(sample.subject)
     pairs = [(sample, size) for sample in chosen for size in _sizes(tp.size()) if sample.tries_empty or size != "empty"]
-    for sample, size in drawn_on(rank, pairs, lambda pair: _kinds(pair[0])):
+    for sample, size in share_on(rank, pairs, lambda pair: _kinds(pair[0])):
         _try_size(trials, sample, size)
     return trials.swept
 
 
 def _kinds(sample: ParallelSample) -> list[str]:
-    """Return the kinds of which a share of the sweep has each: a subject with layouts of inputs, and with an output's."""
+    """Return the kinds of which a share has each: a subject with layouts of inputs, and with that of the output."""
     given, _, output = sample.case.partition(" to ")
     return [f"{sample.subject} {given}", f"{sample.subject} to {output}"]
 

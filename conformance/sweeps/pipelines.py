@@ -406,7 +406,7 @@ SUSPECTS: tuple[Options, ...] = (
 """Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
 
 
-@experiment(needs=Needs.TRAINING, draws=True)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Call every schedule with any two values of its options, except refused ones."""
     return sweep_on(_mesh_of(rank), rank.subjects, draw_of(rank))

@@ -45,7 +45,7 @@ _OTHERWISE = {"R": "S0", "S0": "S1", "S1": "R", "S-1": "R"}
 """Another layout than a declared one."""
 
 
-@experiment(needs=Needs.NOTHING, draws=True)
+@experiment(needs=Needs.NOTHING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Try any three options of each style together; any two on two ranks.
 

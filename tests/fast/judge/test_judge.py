@@ -95,11 +95,16 @@ def test_waivers(judged: Callable[..., Judged], outcome: Exception | None, verdi
     assert judged(outcome, upper=2.0, waivers=[WAIVER]).verdict == verdict
 
 
+def _fixtures_of_a_share(runs: CaseRuns, cell: Cell) -> Mapping[str, object]:
+    runs.is_share = True
+    return {"cell": cell}
+
+
 @pytest.mark.parametrize(("outcome", "verdict"), [(ConformanceFailure("4"), Verdict.WAIVED), (None, Verdict.PASS)])
 def test_a_share_of_a_sweep_need_not_show_what_is_waived(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, outcome: Exception | None, verdict: Verdict
 ) -> None:
-    monkeypatch.setattr(CaseRuns, "fixtures", lambda runs, cell: vars(runs).update(is_drawn=True) or {"cell": cell})
+    monkeypatch.setattr(CaseRuns, "fixtures", _fixtures_of_a_share)
     assert judged(outcome, upper=2.0, waivers=[WAIVER]).verdict == verdict
 
 

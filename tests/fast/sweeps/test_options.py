@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from conformance.sweeps import options as options_module
 from conformance.sweeps.covering_sweep import CoveringSweep, Options
-from conformance.sweeps.drawing import drawn
+from conformance.sweeps.drawing import share_of
 from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
@@ -195,7 +195,7 @@ def test_a_share_of_rows_is_tried_up_to_the_first_wrong_one_without_known_faults
             return Ended(End.WRONG if row["first"] == wrong else End.RIGHT, None, {})
 
         options = {"first": (0, 1, 2), "second": (0, 1, 2)}
-        draw = partial(drawn, kinds=lambda row: [str(item) for item in row.items()], share=0.1, seed=0)
+        draw = partial(share_of, kinds=lambda row: map(str, row.items()), share=0.1, seed=0)
         return CoveringSweep(options, ended, strength=2, suspects=[{"first": 1}], draw=draw).swept(), tried
 
     known, rows = swept(wrong=1)
@@ -209,7 +209,7 @@ def test_a_share_of_rows_is_tried_up_to_the_first_wrong_one_without_known_faults
 
 @pytest.mark.usefixtures("mesh")
 def test_defaults_that_are_known_to_fail_are_tried_in_a_share_too() -> None:
-    draw = partial(drawn, kinds=lambda _: [0], share=0.1, seed=0)
+    draw = partial(share_of, kinds=lambda _: [0], share=0.1, seed=0)
     sweep = CoveringSweep({"first": (0, 1)}, lambda _: Ended(End.RIGHT, None, {}), suspects=[{}], draw=draw)
     assert sweep.swept().outcomes == {"right": 2}
 

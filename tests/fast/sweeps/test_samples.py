@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.outcomes import SweptOutcome
-from conformance.sweeps.drawing import drawn
+from conformance.sweeps.drawing import share_of
 from conformance.sweeps.operator_samples import Size, sample, sizes
 from conformance.sweeps.operator_sweep import _on_full_tensors, _try_size, plan_of
 from conformance.sweeps.operator_table import samples
@@ -122,14 +122,16 @@ def test_a_sweep_without_the_subjects_tries_all() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_share_of_a_sweep_has_each_optimizer_and_all_that_there_is_time_for(seed: int) -> None:
     samples = list(optimizer_samples())
-    few, more = (drawn(samples, lambda sample: [sample.make], share=share, seed=seed) for share in (0.01, 0.5))
+    few, more = (
+        share_of(samples, lambda sample: [sample.make.__name__], share=share, seed=seed) for share in (0.01, 0.5)
+    )
     assert len(few) == len({sample.make for sample in few}) == len({sample.make for sample in samples})
     assert len(more) == round(0.5 * len(samples))
     assert more == [sample for sample in samples if sample in more]
 
 
 def test_a_share_is_that_of_the_seed() -> None:
-    shares = [drawn(range(100), lambda _: [0], share=0.1, seed=seed) for seed in (0, 0, 1)]
+    shares = [share_of(range(100), lambda _: [0], share=0.1, seed=seed) for seed in (0, 0, 1)]
     assert shares[0] == shares[1] != shares[2]
 
 

@@ -1,6 +1,6 @@
 """Defects that the shares of sweeps in `smoke` miss: judged without their subjects, as a fault of torch would be.
 
-`python -m tests.support.drawn_sweeps` writes the list that tests read, which takes minutes.
+`python -m tests.support.sweep_shares` writes the list that tests read, which takes minutes.
 """
 
 import importlib
@@ -59,11 +59,11 @@ def lost(judge: CaseJudge) -> Iterator[str]:
         store.sweep_share = share
         judged = [judge_case(case, store) for case in cases]
         is_shown = any(each.verdict in (Verdict.FAIL, Verdict.CRASH) for each in judged)
-        if not is_shown and any(_is_drawn(store.directory / name) for each in judged for name in each.records):
+        if not is_shown and any(_is_share(store.directory / name) for each in judged for name in each.records):
             yield defect.id
 
 
-def _is_drawn(record: Path) -> bool:
+def _is_share(record: Path) -> bool:
     found = read_record(record)
     return found is not None and found.header.sweep_share < 1.0
 
