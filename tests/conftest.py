@@ -19,6 +19,7 @@ from conformance.run.devices.leases import DIRECTORY_VARIABLE
 from conformance.run.pool import Pools
 from conformance.run.record import Record
 from conformance.run.store import RecordStore
+from tests.support import warm_servers
 from tests.support.simulated_processes import library
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: tests
@@ -72,6 +73,13 @@ def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use leases of this worker alone: other workers and sessions must not wait for ranks that a test lets hang."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(tmp_path_factory.mktemp("leases")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """Fork rank servers, whose start takes seconds of a processor."""
+    with warm_servers.used():
         yield
 
 

@@ -8,15 +8,20 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
+LIMIT_S = 300.0
+RANK_SERVERS_VARIABLE = "TESTS_RANK_SERVERS"
+"""Path of the socket of a process that forks rank servers, see `warm_servers`; programs that have it use it."""
 PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -43,6 +48,27 @@ def start(
     return process
 
 
+def started(
+    module: str, arguments: Sequence[str], stem: Path, *, cwd: Path, environment: Mapping[str, str]
+) -> Callable[[], subprocess.CompletedProcess[str]]:
+    """Start a program with its output in files named after `stem`; returns a function that waits for its end."""
+    out, err = stem.with_suffix(".out"), stem.with_suffix(".err")
+    process = start(module, arguments, cwd=cwd, environment=environment, out=out, err=err)
+
+    def wait() -> subprocess.CompletedProcess[str]:
+        process.join(LIMIT_S)
+        assert process.exitcode is not None, err.read_text()
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+    return wait
+
+
+def run(module: str, *arguments: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    with tempfile.TemporaryDirectory() as directory:
+        return started(module, arguments, Path(directory, "process"), cwd=cwd, environment=environment)()
+
+
 def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
     for number, name in ((1, out), (2, err)):
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -53,6 +79,10 @@ def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, 
     os.chdir(cwd)
     sys.path.insert(0, cwd)
     sys.argv = [module, *arguments]
+    if RANK_SERVERS_VARIABLE in environment:
+        from tests.support import warm_servers
+
+        warm_servers.used().start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(_status(module))
 

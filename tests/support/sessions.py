@@ -18,7 +18,7 @@ import pytest
 
 from conformance.project import PROJECT
 from conformance.report.schema import Report
-from tests.support import forked
+from tests.support import forked, warm_servers
 
 LIMIT_S = 100.0
 PYTEST = [sys.executable, "-m", "pytest"]
@@ -95,7 +95,8 @@ def finish(
 
 
 def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, limit_s: float) -> int:
-    process = forked.start("pytest", arguments, cwd=PROJECT, environment=environment, out=output, err=output)
+    variables = {**environment, forked.RANK_SERVERS_VARIABLE: warm_servers.address()}
+    process = forked.start("pytest", arguments, cwd=PROJECT, environment=variables, out=output, err=output)
     try:
         process.join(limit_s)
         assert process.exitcode is not None, output.read_text()

@@ -56,17 +56,17 @@ def seconds(defect: Defect) -> float:
 
 
 def one_per_law() -> list[Defect]:
-    """Return defects that together make each law fail that any defect makes fail here, for few seconds.
+    """Return defects that together make each law fail that any defect makes fail here, each with its part of the laws.
 
     A greedy set cover (https://doi.org/10.1287/moor.4.3.233): next comes the defect with most new laws per second. The
-    job `detection` tries all defects, with their twins.
+    job `detection` tries all defects, with all of their laws and their twins.
     """
     candidates = {defect.id: (defect, laws_here(defect), seconds(defect)) for defect in defects()}
     missing = set().union(*(laws for _, laws, _ in candidates.values()))
     chosen = []
     while missing:
         defect, laws, _ = max(candidates.values(), key=lambda each: len(each[1] & missing) / each[2])
-        chosen.append(defect)
+        chosen.append(dataclasses.replace(defect, laws=tuple(law for law in defect.laws if law in laws & missing)))
         missing -= laws
     return chosen
 
@@ -153,25 +153,30 @@ def test_injections_are_undone() -> None:
         with injected(name):
             # Imports of the injection come before the snapshot.
             pass
-    before = snapshot()
+    owners = replaceable()
+    before = snapshot(owners)
     with injected(None):
-        assert snapshot() == before
+        assert snapshot(owners) == before
     for name in ids():
         with pytest.raises(ZeroDivisionError):
             fail_inside(name)
-        assert snapshot() == before, name
+        assert snapshot(owners) == before, name
+    assert replaceable().keys() == owners.keys()
 
 
-def snapshot() -> dict[str, int]:
-    """Return the identity of each attribute of the modules that defects change, and of the classes in them."""
+def snapshot(owners: dict[str, ModuleType | type]) -> dict[str, dict[str, int]]:
+    """Return the identity of each attribute of modules and classes."""
+    return {name: dict(zip(vars(owner), map(id, vars(owner).values()), strict=True)) for name, owner in owners.items()}
 
-    def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
-        for name, value in vars(owner).items():
-            yield f"{prefix}.{name}", id(value)
+
+def replaceable() -> dict[str, ModuleType | type]:
+    """Return the modules whose attributes defects change, and the classes in them, by name."""
+
+    def classes(prefix: str, module: ModuleType) -> Iterator[tuple[str, type]]:
+        for name, value in vars(module).items():
             # A class of the module or of its package.
-            is_own_class = issubclass(type(value), type) and owner.__name__.startswith(value.__module__)
-            if isinstance(owner, ModuleType) and is_own_class:
-                yield from members(f"{prefix}.{name}", value)
+            if issubclass(type(value), type) and module.__name__.startswith(value.__module__):
+                yield f"{prefix}.{name}", value
 
     distributed = ("fsdp", "tensor.", "checkpoint.", "_functional_collectives", "pipelining")
     torch_modules = ("nn.utils.", "optim.", *(f"distributed.{name}" for name in distributed))
@@ -186,7 +191,7 @@ def snapshot() -> dict[str, int]:
         "conformance.instruments.poison",
     )
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
-    return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}
+    return modules | dict(pair for name, module in modules.items() for pair in classes(name, module))
 
 
 def test_sweeps_are_restricted_to_the_subjects_that_show_defects() -> None:

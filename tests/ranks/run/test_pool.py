@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -18,6 +19,8 @@ from conformance.plan.cells import cell_from_id
 from conformance.run import pool
 from conformance.run.experiment import job_of, json_like
 from conformance.run.pool import Pools, RankReport, RunFailed, Task
+from conformance.run.ranks import client
+from tests.support import warm_servers
 
 TASKS = "tests.support.pool_tasks"
 DEADLINE_S = 20.0
@@ -36,6 +39,13 @@ print(*[rank["pid"] for rank in ranks], server[0]["server"], flush=True)
 payload = {{"rank": 1, "how": "sleep_with_interpreter_lock"}}
 pools.run(Task(function="{tasks}:misbehave", payload=payload), world_size=2, deadline_s=60)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_servers() -> Iterator[None]:
+    """Start rank servers, as sessions do, instead of forking them."""
+    with patch.object(client, "subprocess", subprocess):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +122,22 @@ def test_surroundings_of_a_rank(pools: Pools) -> None:
     assert not rank["has_pytest"]
     assert not rank["has_cuda_context"]
     assert DEADLINE_S - 5 < rank["timeout_s"] <= DEADLINE_S
+
+
+def test_forked_servers_are_those_that_are_started(pools: Pools) -> None:
+    """Other tests fork rank servers, see `warm_servers`."""
+
+    names = [name for name in client._server_environment() if name != "PYTEST_CURRENT_TEST"]
+
+    def found(pools: Pools) -> dict[str, Any]:
+        rank: dict[str, Any] = run(pools, "surroundings", names=names)[1]
+        assert psutil.Process(rank.pop("server")).cwd() == str(Path.cwd())
+        return {name: value for name, value in rank.items() if name != "timeout_s"}
+
+    with warm_servers.used(), Pools() as forked:
+        assert found(forked) == found(pools)
+        ends = [*pids(forked, world_size=2), run(forked, "surroundings", names=[])[0]["server"]]
+    wait_until_gone(ends)
 
 
 def test_env_is_applied_and_restored(pools: Pools) -> None:

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -51,21 +49,7 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             arguments, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
-    with tempfile.TemporaryDirectory() as directory:
-        return started(arguments[3:], Path(directory, "process"), environment())()
-
-
-def started(words: list[str], stem: Path, variables: dict[str, str]) -> Callable[[], subprocess.CompletedProcess[str]]:
-    """Start the trainer in a forked process, and return a function that waits for its end."""
-    out, err = stem.with_suffix(".out"), stem.with_suffix(".err")
-    process = forked.start("reference_trainer", words, cwd=PROJECT, environment=variables, out=out, err=err)
-
-    def wait() -> subprocess.CompletedProcess[str]:
-        process.join(LIMIT_S)
-        assert process.exitcode is not None, err.read_text()
-        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
-
-    return wait
+    return forked.run("reference_trainer", *arguments[3:], cwd=PROJECT, environment=environment())
 
 
 def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list[subprocess.CompletedProcess[str]]:
@@ -73,7 +57,11 @@ def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words, ranks = command(*arguments)[3:], [str(rank) for rank in range(world_size)]
     own = {rank: {**environment(), **shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks}
-    return [wait() for wait in [started(words, directory / rank, own[rank]) for rank in ranks]]
+    started = [
+        forked.started("reference_trainer", words, directory / rank, cwd=PROJECT, environment=own[rank])
+        for rank in ranks
+    ]
+    return [wait() for wait in started]
 
 
 def trained_here(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """`python -m conformance judge`: a session about another trainer, and mistakes as one line and exit status 4."""
 
 import json
+import os
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -12,14 +13,19 @@ from conformance.judge.registry import asserted_laws
 from conformance.plan.substrates import SIM
 from conformance.subjects import subject
 from conformance.subjects.protocol import reference_name
-from tests.support.programs import run_python
+from tests.support import forked, warm_servers
 from tests.support.subject_models import batch, loss
 
 RIGHT = "tests.support.subject_models:right"
 
 
 def judge(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "conformance", "judge", *arguments, cwd=directory)
+    return command(directory, "judge", *arguments)
+
+
+def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, forked.RANK_SERVERS_VARIABLE: warm_servers.address()}
+    return forked.run("conformance", *arguments, cwd=directory, environment=environment)
 
 
 def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None:
@@ -77,7 +83,7 @@ def test_a_cell_that_hangs_ends_no_report_and_verify_agrees(tmp_path: Path) -> N
 
 
 def verified(directory: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "conformance", "verify", "conformance-report", cwd=directory)
+    return command(directory, "verify", "conformance-report")
 
 
 def test_a_trainer_that_raises_is_one_crash_of_a_cell_with_its_traceback(tmp_path: Path) -> None:
