@@ -45,7 +45,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class ForkedServer:
-    """Forked rank server, with what `ServerProcess` uses of `subprocess.Popen`."""
+    """Forked rank server, with the part of `subprocess.Popen` that `ServerProcess` uses."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -118,7 +118,7 @@ _owned: list[subprocess.Popen[bytes]] = []
 def serve(listener_fd: int, directory: str) -> None:
     """Fork rank servers until the process that has started this one ends."""
     preload()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps servers, whose owners have descriptors of them
+    signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(fileno=listener_fd) as listener:
         while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
             for _ in ready:
@@ -145,6 +145,13 @@ def _answer(connection: socket.socket, listener: socket.socket) -> None:
         socket.send_fds(connection, [b"."], answer)
     for fd in (*fds, *answer):
         os.close(fd)
+
+
+def _reap(*_: object) -> None:
+    """Reap servers that have ended, whose processor time then counts as that of the tests."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

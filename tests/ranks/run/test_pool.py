@@ -126,7 +126,6 @@ def test_surroundings_of_a_rank(pools: Pools) -> None:
 
 def test_forked_servers_are_those_that_are_started(pools: Pools) -> None:
     """Other tests fork rank servers, see `warm_servers`."""
-
     names = [name for name in client._server_environment() if name != "PYTEST_CURRENT_TEST"]
 
     def found(pools: Pools) -> dict[str, Any]:
