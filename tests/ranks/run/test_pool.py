@@ -50,6 +50,7 @@ def started_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
+    warm_servers.address()  # starts a process, which stays
     before = psutil.Process().children(recursive=True)
     with Pools() as pools:
         yield pools
