@@ -31,6 +31,8 @@ from tests.support.forked import RANK_SERVERS_VARIABLE
 
 _READ_AT_START = (*LATCHED_PREFIXES, "LD_", "PYTHON")
 """Variables that are read when Python starts or modules are imported; with other values a server is started."""
+_ADDED = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable that torch adds when its compiler is imported, with the value that it would take by default."""
 _REQUEST_BYTES = 1 << 18
 _LIMIT_S = 60.0
 
@@ -155,7 +157,8 @@ def _reap(*_: object) -> None:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+    names = {name for name in environment if name.startswith(_READ_AT_START)} - {_ADDED}
+    return {name: environment[name] for name in names}
 
 
 def _become(request: Request, control: int, log: int) -> NoReturn:

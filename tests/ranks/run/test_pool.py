@@ -135,6 +135,9 @@ def test_forked_servers_are_those_that_are_started(pools: Pools) -> None:
         return {name: value for name, value in rank.items() if name != "timeout_s"}
 
     with warm_servers.used(), Pools() as forked:
+        forked.prepare()
+        assert forked._server is not None
+        assert isinstance(forked._server._process, warm_servers.ForkedServer)
         assert found(forked) == found(pools)
         ends = [*pids(forked, world_size=2), run(forked, "surroundings", names=[])[0]["server"]]
     wait_until_gone(ends)
