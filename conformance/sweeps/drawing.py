@@ -44,12 +44,16 @@ def share_on(
     return share_of(samples, kinds, share=rank.sweep_share, seed=rank.config.seed)
 
 
-def draw_of(rank: RankWorld) -> Draw | None:
-    """Return the function that draws rows of options, with each value of each; None if all are tried."""
+def draw_of(rank: RankWorld, more: Callable[[Options], Iterable[Hashable]] = lambda _row: ()) -> Draw | None:
+    """Return the function that draws rows of options, with each value of each; None if all are tried.
+
+    `more` gives further kinds of rows, of each of which there is one.
+    """
     if rank.sweep_share == 1.0:
         return None
-    return partial(share_of, kinds=_values_of, share=rank.sweep_share, seed=rank.config.seed)
+    kinds = partial(_kinds_of, more=more)
+    return partial(share_of, kinds=kinds, share=rank.sweep_share, seed=rank.config.seed)
 
 
-def _values_of(row: Options) -> list[str]:
-    return [f"{option}={value}" for option, value in row.items()]
+def _kinds_of(row: Options, *, more: Callable[[Options], Iterable[Hashable]]) -> Iterable[Hashable]:
+    return [*(f"{option}={value}" for option, value in row.items()), *more(row)]

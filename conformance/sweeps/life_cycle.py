@@ -187,10 +187,10 @@ class LifeSweep:
                 self._report(calls, calls, ended)
 
     def _try_share(self) -> None:
-        """Try a share of the random sequences, with every call of the grammar that they have."""
+        """Try a share of the random sequences, with every call that they have, and every change of a call's value."""
         if () not in self._excluded:
             sequences = [self._sampled() for _ in range(SEQUENCES[self._size])]
-            for calls in share_on(self._world, sequences, lambda calls: map(str, calls)):
+            for calls in share_on(self._world, sequences, _kinds):
                 self._try(calls)
 
     def _sampled(self) -> Calls:
@@ -275,6 +275,12 @@ def may_be_refused(calls: Calls) -> bool:
 
 def _in_any_way(calls: Calls) -> Calls:
     return tuple(Call(call.name) if call.name in ("cast", "train", "to_empty") else call for call in calls)
+
+
+def _kinds(calls: Calls) -> set[str]:
+    """Return the calls of a sequence, and their changes of a value, such as `synchronise(off), synchronise(on)`."""
+    pairs = itertools.combinations(calls, 2)
+    return {*map(str, calls), *(text_of(pair) for pair in pairs if pair[0].name == pair[1].name and pair[0] != pair[1])}
 
 
 def singles_of(sequences: Iterable[Calls]) -> list[Calls]:

@@ -409,7 +409,12 @@ SUSPECTS: tuple[Options, ...] = (
 @experiment(needs=Needs.TRAINING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Call every schedule with any two values of its options, except refused ones."""
-    return sweep_on(_mesh_of(rank), rank.subjects, draw_of(rank))
+    return sweep_on(_mesh_of(rank), rank.subjects, draw_of(rank, _halves))
+
+
+def _halves(row: Options) -> list[str]:
+    """Return the kind of a row by which a share has every kind of stage under schedules that halve backwards."""
+    return [f"{row['stage']}, halved"] if row["schedule"] in _HALVING else []
 
 
 def sweep_on(mesh: DeviceMesh, subjects: Collection[str], draw: Draw | None = None) -> Swept:

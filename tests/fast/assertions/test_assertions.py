@@ -285,6 +285,10 @@ WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example
             Swept(computed={"glu": 1, "mm": 0}, refused={"glu": 0, "mm": 0}, wrong=[WRONG]),
             "mm: result of even shards: 2",
         ),
+        (
+            Swept(computed={"to": 0, "mm": 1}, wrong=[msgspec.structs.replace(WRONG, subject="to(dim=1)")]),
+            r"^to\(dim=1\): result of even shards: 2 (?!.*not tried)",
+        ),
     ],
 )
 def test_every_subject_is_tried_and_none_is_wrong(swept: Swept, message: str) -> None:
