@@ -25,6 +25,8 @@ Draw = Callable[[Sequence[Options]], Sequence[Options]]
 
 NO_OPTION = "no option"
 """Subject of a row in which all options have their defaults."""
+_MAX_WRONG = 3
+"""Number of wrong rows with which a share of them ends, since each further one would take long to be narrowed down."""
 _MAX_RULE = 6
 """Number of options of a subset that rows can be made without; with more it counts as tried."""
 
@@ -55,7 +57,7 @@ class CoveringSweep:
     label: str = "options"
     """Word for the rows in outcomes, where the interface has no name."""
     draw: Draw | None = None
-    """Function that draws the rows to try, up to the first wrong one; without it all are tried, suspects first."""
+    """Function that draws the rows to try, up to `_MAX_WRONG`; without it all are tried, suspects first."""
     _right: list[Options] = field(default_factory=list)
     _excluded: list[Options] = field(default_factory=list)
     _swept: Swept = field(default_factory=Swept)
@@ -95,8 +97,9 @@ class CoveringSweep:
 
     def _try_rows(self, rows: Iterable[Options]) -> None:
         for row in rows:
-            if self.draw is not None and self._swept.outcomes.get("wrong"):  # on any rank, so that all stop together
-                return  # each further one would be narrowed down
+            # Outcomes are those of all ranks, so that all stop together.
+            if self.draw is not None and self._swept.outcomes.get("wrong", 0) >= _MAX_WRONG:
+                return
             if not any(has(row, excluded) for excluded in self._excluded):
                 self._try(row)
 

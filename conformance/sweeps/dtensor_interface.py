@@ -48,7 +48,7 @@ _STRIDED = "strided"
 """Source with the layout that FSDP gives to parameters that tensor parallelism has sharded by rows."""
 
 
-@experiment(needs=Needs.SHARDING, takes_share=True)
+@experiment(needs=Needs.SHARDING)
 def sweep(rank: RankWorld) -> Swept:
     """Try any three options of each interface together; any two on two ranks, which every commit affords."""
     trials = Trials(rank.mesh)

@@ -24,6 +24,7 @@ from conformance.run.record import read_record
 LOST_FILE = Path(__file__).with_name("lost_in_shares.json")
 DEADLINE_S = 120.0
 PROFILE = "smoke"
+_MODULE = "tests.support.sweep_shares"  # also where it runs as `__main__`
 
 
 def lost_in_shares() -> list[str]:
@@ -39,7 +40,7 @@ class UnnamedSubjects(Pools):
         """Run a task, without the subjects if it is a sweep."""
         if ".sweeps." in task.function:
             payload = {"experiment": task.function, "job": task.payload}
-            task = msgspec.structs.replace(task, function=f"{__name__}:without_subjects", payload=payload)
+            task = msgspec.structs.replace(task, function=f"{_MODULE}:without_subjects", payload=payload)
         return super().run(task, **options)
 
 
@@ -58,6 +59,8 @@ def lost(judge: CaseJudge) -> Iterator[str]:
         store = judge.store(defect=defect.id, deadline_s=DEADLINE_S)
         store.sweep_share = share
         judged = [judge_case(case, store) for case in cases]
+        if errors := [each.reason for each in judged if each.verdict == Verdict.ERROR]:
+            raise RuntimeError(f"{defect.id}: {errors[0]}")
         is_shown = any(each.verdict in (Verdict.FAIL, Verdict.CRASH) for each in judged)
         if not is_shown and any(_is_share(store.directory / name) for each in judged for name in each.records):
             yield defect.id

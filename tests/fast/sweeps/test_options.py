@@ -186,7 +186,7 @@ def test_a_refusal_that_is_not_known_is_a_fault() -> None:
 
 
 @pytest.mark.usefixtures("mesh")
-def test_a_share_of_rows_is_tried_up_to_the_first_wrong_one_without_known_faults() -> None:
+def test_a_share_of_rows_is_tried_without_known_faults() -> None:
     def swept(wrong: int) -> tuple[Swept, list[Options]]:
         tried: list[Options] = []
 
