@@ -185,8 +185,7 @@ COST_AXES = frozenset(
 CALIBRATION_S = 0.09
 """Time that `experiments.calibration` takes on the reference machine, whose seconds all durations are.
 
-The machine of the measured durations is gone: the figure is that of another one, divided by the ratio of its durations
-of runs to theirs."""
+It belongs to the durations of the lock file: with another figure, all of these must be measured again."""
 _WORLD_S = {1: 0.4, 2: 0.75, 3: 1.2, 4: 1.35, 6: 1.7, 8: 2.0}
 """Duration of a run of three steps and of its verdicts, with shards alone, by ranks, on the reference machine."""
 _LARGEST_WORLD = 8
