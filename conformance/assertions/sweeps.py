@@ -34,12 +34,12 @@ def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str, bounded: str =
             measure(f"{subject}: refused", refused, kind="exact", unit=unit, at=tried)
     wrong = {each.name: each for swept in reversed(ranks) for each in swept.wrong}
     faulty = {each.subject for each in wrong.values()}
-    tried = faulty | {subject.partition("(")[0] for subject in faulty}  # of whose options some are wrong
+    reached = faulty | {subject.partition("(")[0] for subject in faulty}  # of whose options some are wrong
     cases = {f"{subject}: wrong": 0 for subject in first.computed if subject not in faulty}
     cases |= {name: each.cases for name, each in wrong.items()}
     details = {name: each.example for name, each in wrong.items()}
     for subject, computed in first.computed.items():
-        if not computed + first.refused.get(subject, 0) and subject not in tried:
+        if not computed + first.refused.get(subject, 0) and subject not in reached:
             cases[f"{subject}: not tried"], details[f"{subject}: not tried"] = 1, "it has neither computed nor refused"
     if bounded:
         _record_errors(first, unit)
