@@ -218,16 +218,21 @@ def test_a_case_can_be_repeated(defective: Ended, tmp_path: Path) -> None:
 
 
 def busy_rank(session: psutil.Process) -> tuple[psutil.Process, int] | None:
-    """Return the last rank of a busy world, and its number; `rankN.out` is its output, next to the rendezvous."""
+    """Return the last rank of a busy world, and its number; `rankN.out` is its output, next to its assignment."""
     for process in session.children(recursive=True):
         try:
             output = Path(f"/proc/{process.pid}/fd/1").readlink()
         except OSError:  # it has ended, or is not ours to look at
             continue
         match = re.fullmatch(r"rank(\d+)\.out", output.name)
-        if match and any(output.parent.glob("rendezvous*")) and int(match[1]) == 1:
+        if match and int(match[1]) == 1 and is_newer(output.with_name("assignment"), output.with_suffix(".report")):
             return process, int(match[1])
     return None
+
+
+def is_newer(file: Path, other: Path) -> bool:
+    """Return whether a file was written after another one, which may be missing."""
+    return file.exists() and (not other.exists() or file.stat().st_mtime_ns > other.stat().st_mtime_ns)
 
 
 def test_a_killed_rank_costs_one_case(tmp_path: Path) -> None:
