@@ -93,7 +93,9 @@ def excess(case: str, refused: Mapping[str, Errors], version: str) -> Iterator[t
     for subject, errors in refused.items():
         listed = known.errors_on(subject, measured[-1])
         new = {text: number - listed.get(text, 0) for text, number in errors.items() if number > listed.get(text, 0)}
-        least = min(sum(known.errors_on(subject, each).values()) for each in measured)
+        defaults = f"{subject.partition('(')[0]}(no option)"  # where these are refused, no option was tried
+        tried = [each for each in measured if subject == defaults or not known.errors_on(defaults, each)]
+        least = min((sum(known.errors_on(subject, each).values()) for each in tried), default=sum(errors.values()))
         lost = sum(errors.values()) - least
         if new:
             yield subject, sum(new.values()), f"not refused so on torch {measured[-1]}: {', '.join(new)}"

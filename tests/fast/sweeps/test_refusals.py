@@ -60,6 +60,16 @@ def test_a_case_that_was_not_measured_has_no_bound() -> None:
     assert not [*excess("DT-3/dp3", {"prod": {NO_RULE: 1}}, "2.13.0")]
 
 
+@pytest.mark.parametrize(("defaults", "told"), [("Rprop(no option)", 0), ("RMSprop(no option)", 1)])
+def test_an_option_was_not_tried_where_the_defaults_were_refused(
+    monkeypatch: pytest.MonkeyPatch, defaults: str, told: int
+) -> None:
+    option = {"Rprop(capturable=True)": {NO_RULE: 1}}
+    kept = Refusals(versions=[], errors={}).put("2.13", {defaults: {NO_RULE: 1}}).put("2.15", option)
+    monkeypatch.setattr(refusals, "read_refusals", lambda: {CASE: kept})
+    assert len([*excess(CASE, option, "2.15.0")]) == told
+
+
 def test_errors_are_read_from_the_metrics_of_bounded_cases() -> None:
     bounded = {"calls of all subjects": 3, f"calls of prod: refused: {NO_RULE}": 2, "prod: refused": 3, "mm: wrong": 0}
     cases = [(CASE, bounded), ("DT-3/dp3", {"calls of all subjects": 0}), ("DT-2/dp2", {"mm: refused": 1})]
