@@ -9,7 +9,7 @@ worker's last world keep theirs until another world needs them (see `conformance
 
 import argparse
 import inspect
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +87,7 @@ class Outcome:
     """Duration from the first case to the last."""
     held_s: float = 0.0
     """Seconds for which runs held slots, summed over slots."""
-    waited_s: Counter[str] = field(default_factory=Counter)
+    waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of waiting workers, by the reason."""
     worlds: int = 0
     """Worlds that were started on devices."""
@@ -136,8 +136,8 @@ def _pass_time(states: dict[int, _State], outcome: Outcome, place: Place) -> lis
     outcome.duration_s += passed_s
     for state in states.values():
         if not isinstance(state, _Activity):
-            outcome.waited_s[state] += passed_s  # type: ignore[assignment]
-    outcome.waited_s["nothing left"] += passed_s * (place.workers - len(states))  # type: ignore[assignment]
+            outcome.waited_s[state] += passed_s
+    outcome.waited_s["nothing left"] += passed_s * (place.workers - len(states))
     for each in active.values():
         each.left_s -= passed_s * rate
     return [number for number, each in active.items() if each.left_s <= 1e-9]
@@ -325,7 +325,8 @@ def _runs(records: Path) -> Iterator[Run]:
 
 def _row(steps: Sequence[Step], order: Order, place: Place) -> list[object]:
     outcome = simulate(order(steps, place.workers), place)
-    waits = [f"{name} {seconds:.0f}" for name, seconds in outcome.waited_s.most_common(2) if seconds >= 1]
+    longest = sorted(outcome.waited_s.items(), key=lambda item: -item[1])[:2]
+    waits = [f"{name} {seconds:.0f}" for name, seconds in longest if seconds >= 1]
     return [
         place.processors if not place.devices else f"{place.devices} devices",
         place.workers,

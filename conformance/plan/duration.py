@@ -16,7 +16,7 @@ class Workplace:
     processors: int
     workers: int
     slower: float
-    """Ratio of the calibrations, in which two ranks take part: on a single processor it is doubled as it is."""
+    """Ratio of the calibrations. Two ranks take part in each, so that a single processor doubles it."""
 
     def session_s(self, cells: Iterable[tuple[float, int]]) -> float:
         """Return the expected duration of a session with cells of these durations on the reference and world sizes."""

@@ -65,6 +65,9 @@ class KeptStore:
             timeout=_NO_LIMIT,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
+            # The other backend takes no socket that listens; this can go with torch 2.7, the last of which that is
+            # true: https://github.com/pytorch/pytorch/pull/150215
+            use_libuv=False,
         )
         written = self._port_file.with_suffix(".new")
         written.write_text(str(port))
