@@ -52,8 +52,16 @@ def gradient_divisors_of(model: nn.Module) -> dict[str, float | None]:
     with private_state("by what FSDP divides gradients"):
         for name, module in model.named_modules():
             for group in _groups(module) if isinstance(module, FSDPModule) else ():
-                divisors[name] = group.gradient_divide_factor
+                divisors[name] = _divisor(group)
     return divisors
+
+
+def _divisor(group: Any) -> float | None:
+    """Return the divisor of a group. Up to torch 2.7 an operator holds it, and it cannot be read unless it is unset."""
+    if getattr(group, "reduce_scatter_reduce_op", group) is None:
+        return None
+    divisor: float | None = group.gradient_divide_factor
+    return divisor
 
 
 def managed_parameters(model: nn.Module) -> frozenset[int]:

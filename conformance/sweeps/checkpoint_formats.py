@@ -1,7 +1,9 @@
 """Checkpoints in the formats of other programs: safetensors files of Hugging Face, and files of `torch.save`."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,6 @@ from torch.distributed.checkpoint.format_utils import (
     dcp_to_torch_save,
     torch_save_to_dcp,
 )
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +128,7 @@ class Case:
         names = ("save_distributed", "enable_consolidation", "thread_count", "thread_count_consolidation")
         files = {name: 1 + index % 2 for index, name in enumerate(state)}
         is_split = self._options["format"] == "safetensors of two files"
-        writer = HuggingFaceStorageWriter(
+        writer = _hf_storage().HuggingFaceStorageWriter(
             str(self._folder(time)),
             fqn_to_index_mapping=files if is_split else None,
             **{name: self._options[name] for name in names},
@@ -159,9 +160,14 @@ class Case:
                 load(nested, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=self._group)
             case _:
                 threads = self._options["reader's thread_count"]
-                reader_of_files = HuggingFaceStorageReader(str(self._folder(time)), thread_count=threads)
+                reader_of_files = _hf_storage().HuggingFaceStorageReader(str(self._folder(time)), thread_count=threads)
                 load(nested, storage_reader=reader_of_files, process_group=self._group)
         return cast("dict[str, Tensor]", nested["model"] if self._options["state"] == "nested" else nested)
+
+
+def _hf_storage() -> ModuleType:
+    """Return the module of safetensors files, which torch 2.7 lacks: CKPT-8 leaves that torch out."""
+    return importlib.import_module("torch.distributed.checkpoint.hf_storage")
 
 
 @experiment(needs=Needs.SHARDING)

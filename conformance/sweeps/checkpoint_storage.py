@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save, save, save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,11 +122,19 @@ _LAYOUTS: Mapping[str, Layout] = {"rows": (Shard(0),), "columns": (Shard(1),), "
 _OTHER: Mapping[str, Layout] = {"rows": (Shard(1),), "columns": (Replicate(),), "replicas": (Shard(0),)}
 _DTYPES = {"rows": torch.float32, "columns": torch.bfloat16, "replicas": torch.int8}
 _ADDED, _GROWN, _ABSENT = "added", "columns", "absent"
+
+
+def _default_stager(*options: bool) -> AsyncStager:
+    """Return a stager with these `StagingOptions`; torch 2.7 has neither, and laws leave it out."""
+    stager: AsyncStager = staging.DefaultStager(staging.StagingOptions(*options))
+    return stager
+
+
 STAGERS: Mapping[str, Callable[[], AsyncStager | None]] = {
     "none": lambda: None,
-    "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-    "async staging": lambda: DefaultStager(StagingOptions(False, False, True, False)),
-    "shared memory": lambda: DefaultStager(StagingOptions(False, True, False, False)),
+    "default": lambda: _default_stager(False, False, False, False),
+    "async staging": lambda: _default_stager(False, False, True, False),
+    "shared memory": lambda: _default_stager(False, True, False, False),
     "blocking": BlockingAsyncStager,
     "blocking and cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
     "type check": lambda: BlockingAsyncStager(type_check=True),
