@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Judge the operators; status 1 if one has other results or ends its process.
+    """Judge the operators; status 1 if one is not equal and has no reason.
 
     Raises UsageError for an unknown operator, dtype or schedule, for docs of some operators only, and without torch's
     database; Unsupported if the device cannot be built.

@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands, add_limit
@@ -14,9 +15,11 @@ from conformance.sim.schedules import DEFAULT, Schedule
 from conformance.sim_runs.pytorch_tests.checkout import Checkout
 from conformance.sim_runs.pytorch_tests.expectations import read_expectations
 from conformance.sim_runs.pytorch_tests.markdown import as_markdown
+from conformance.sim_runs.pytorch_tests.races import FileRaces, search_file
 from conformance.sim_runs.pytorch_tests.record import Record, as_json, merged, read_records
 from conformance.sim_runs.pytorch_tests.running import CPU, SIM, FileRun, Setting, run_file
 from conformance.sim_runs.pytorch_tests.summary import as_text, judged
+from reference_trainer.checks import UsageError
 
 _WORLDS = (2, 4)
 _LIMIT_S = 1800.0
@@ -30,9 +33,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--world", type=int, choices=_WORLDS, action="append", help="number of devices; repeatable (default: 2 and 4)"
     )
-    parser.add_argument(
+    schedules = parser.add_mutually_exclusive_group()
+    schedules.add_argument(
         "--schedule", action="append", metavar="S", help=f"schedule of the device; repeatable (default: {DEFAULT})"
     )
+    schedules.add_argument("--schedules", type=int, metavar="N", help="search races in runs under so many schedules")
     parser.add_argument("--device", choices=(SIM, CPU), default=SIM, help="`cpu` for a comparison without the device")
     parser.add_argument("--files", nargs="+", default=(), metavar="PATTERN", help="test files whose path matches")
     add_limit(parser, of="each test file", default=_LIMIT_S)
@@ -42,27 +47,44 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Run the tests and compare them with the expected outcomes; exit status 1 if one differs.
+    """Run the tests and compare them with the expected outcomes, or search them for races.
 
-    Raises UsageError for a directory that is no checkout, for patterns that match no file, and for a schedule that is
-    none.
+    Exit status 1 if an outcome is not the expected one, or if there is a race. Raises UsageError for a directory that
+    is no checkout, for patterns that match no file, and for a schedule or a number of schedules that is none.
     """
     if options.write:
         require_checkout("--write")
     checkout = Checkout.at(options.checkout)
     expectations = read_expectations()
-    torch = importlib.metadata.version("torch")
     try:
-        runs = tuple(_runs(checkout, options))
+        record = _record(checkout, options, importlib.metadata.version("torch"))
     except Unsupported as missing:
         return Answer(str(missing), 1)
-    record = Record(torch, checkout.version, runs)
     if options.report:
         options.report.write_bytes(as_json([record]))
     if options.write:
         _write(record)
     is_unexpected = any(one.unexpected for one in judged(record, expectations))
-    return Answer(as_text(record, expectations), int(is_unexpected))
+    has_race = any(search.has_race for search in record.races)
+    return Answer(as_text(record, expectations), int(is_unexpected or has_race))
+
+
+def _record(checkout: Checkout, options: argparse.Namespace, torch: str) -> Record:
+    if options.schedules is None:
+        return Record(torch, checkout.version, runs=tuple(_runs(checkout, options)))
+    if options.schedules < 1 or options.device != SIM:
+        raise UsageError(f"--schedules {options.schedules} on {options.device}: write a positive number, for `sim`")
+    device_library()
+    return Record(torch, checkout.version, races=tuple(_races(checkout, options)))
+
+
+def _races(checkout: Checkout, options: argparse.Namespace) -> Iterator[FileRaces]:
+    files = checkout.files(options.files)
+    report = partial(print, file=sys.stderr, flush=True)
+    for world in options.world or _WORLDS:
+        for number, file in enumerate(files, 1):
+            report(f"[{number}/{len(files)}] {file.name}, {world} ranks")
+            yield search_file(checkout, file, world, options.schedules, limit_s=options.limit, report=report)
 
 
 def _runs(checkout: Checkout, options: argparse.Namespace) -> Iterator[FileRun]:

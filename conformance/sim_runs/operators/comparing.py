@@ -19,6 +19,7 @@ class Snapshot(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    """Strides of dimensions with more than one element, in a tensor with elements; the others mean nothing."""
     layout: str
     needs_gradient: bool
     is_conjugate: bool
@@ -40,12 +41,17 @@ def _snapshot(tensor: Tensor, *, with_bits: bool) -> Snapshot:
     return Snapshot(
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
-        tensor.stride() if is_strided else (),
+        _strides(tensor) if is_strided else (),
         str(tensor.layout),
         tensor.requires_grad,
         tensor.is_conj(),
         bytes(dense.view(torch.uint8).numpy(force=True).tobytes()) if with_bits else None,
     )
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    sized = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride for size, stride in sized if size > 1) if tensor.numel() else ()
 
 
 def difference(measured: list[Snapshot], expected: list[Snapshot]) -> str:

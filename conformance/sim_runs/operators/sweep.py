@@ -82,11 +82,22 @@ class _Worker:
 
 
 def _judged(case: Case, schedule: str, worker: _Worker) -> tuple[Judged, _Worker]:
-    """Return the outcome of a case, and the worker, or another one in place of a dead one."""
-    if worker.survives(case, on_cpu=False):
-        assert worker.answer is not None
-        return worker.answer, worker
-    how = worker.end()
+    """Return the outcome of a case, and the worker, or another one in place of a dead one.
+
+    A case that ends the process counts as dead if it does so in a fresh process as well: an earlier one may have
+    written out of bounds.
+    """
+    if not worker.survives(case, on_cpu=False):
+        worker.end()
+        worker = _Worker(schedule)
+        if not worker.survives(case, on_cpu=False):
+            return _dead(case, schedule, worker.end())
+    assert worker.answer is not None
+    return worker.answer, worker
+
+
+def _dead(case: Case, schedule: str, how: str) -> tuple[Judged, _Worker]:
+    """Return the outcome of a case that ends its process, depending on what the CPU does, and a new worker."""
     if (another := _Worker(schedule)).survives(case, on_cpu=True):
         return Judged(Outcome.DIED, how), another
     return Judged(Outcome.DIED, f"{another.end()} of the CPU's own kernel, without the device"), _Worker(schedule)

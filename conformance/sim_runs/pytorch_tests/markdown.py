@@ -10,7 +10,7 @@ from conformance.sim_runs.pytorch_tests.expectations import Expectations
 from conformance.sim_runs.pytorch_tests.outcomes import FAILED, PASSED, SKIPPED
 from conformance.sim_runs.pytorch_tests.record import Record
 from conformance.sim_runs.pytorch_tests.running import SIM
-from conformance.sim_runs.pytorch_tests.summary import Judged, judged, setting_text, share
+from conformance.sim_runs.pytorch_tests.summary import Judged, judged, races_table, setting_text, share, unordered_pairs
 
 _BEGIN = """# PyTorch's own tests on `sim`
 
@@ -18,9 +18,16 @@ Generated from [pytorch_tests.json](pytorch_tests.json) by
 
     python -m conformance sim pytorch-tests CHECKOUT --world 2 --world 4 --schedule eager --schedule lazy --write
     python -m conformance sim pytorch-tests CHECKOUT --world 2 --world 4 --device cpu --write
+    python -m conformance sim pytorch-tests CHECKOUT --world 2 --schedules 2 --write
 
 Nothing of PyTorch's tests is in this project. `cpu` is the same command without the device: what a machine without
 accelerator runs. A cell has the numbers of tests that passed / failed / were skipped."""
+
+_RACES = """Each file as one program with all its ranks, under the first of these schedules: eager, lazy, each stream
+starved, random ones. *Unordered pairs* access the same bytes, and no event orders them; the trace of the eager run
+shows them under whatever schedule. Pairs that are *held by waits* are ordered by a wait of the host alone. Bits are
+those that the host reads, and those in memory at the end; where two eager runs differ, those of other schedules prove
+nothing."""
 
 
 def as_markdown(records: Sequence[Record], expectations: Expectations) -> str:
@@ -43,6 +50,11 @@ def _sections(record: Record, expectations: Expectations) -> Iterator[str]:
     yield _failures(runs, expectations)
     yield "### Tests that are skipped on `sim`"
     yield _skips(runs)
+    if record.races:
+        yield "### Races"
+        yield _RACES
+        yield races_table(record.races, "github")
+        yield "\n".join(f"- {line}" for line in unordered_pairs(record.races)) or "No accesses are unordered."
 
 
 def _outcomes(runs: Sequence[Judged], settings: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from conformance.sim_runs.pytorch_tests.races import FileRaces
 from conformance.sim_runs.pytorch_tests.running import FileRun
 
 
@@ -19,15 +20,16 @@ class Versions(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Runs of test files with the same versions."""
+    """Runs of test files, and searches for races in them, with the same versions."""
 
     torch: str
     checkout: str
-    runs: tuple[FileRun, ...]
+    runs: tuple[FileRun, ...] = ()
+    races: tuple[FileRaces, ...] = ()
 
     @property
     def versions(self) -> Versions:
-        """Versions of all runs."""
+        """Versions of all runs and searches."""
         return Versions(self.torch, self.checkout)
 
 
@@ -43,12 +45,18 @@ def as_json(records: Iterable[Record]) -> bytes:
 
 def merged(records: Iterable[Record], new: Record) -> list[Record]:
     """Return the records with the runs of a new one, which replace earlier runs of the same file and setting."""
+    records = list(records)
     others = [record for record in records if record.versions != new.versions]
-    earlier = [run for record in records if record.versions == new.versions for run in record.runs]
-    replaced = {_key(run) for run in new.runs}
-    runs = [*(run for run in earlier if _key(run) not in replaced), *new.runs]
-    return sorted([*others, Record(new.torch, new.checkout, tuple(sorted(runs, key=_key)))], key=lambda r: r.versions)
+    same = [record for record in records if record.versions == new.versions]
+    runs = {_key(run): run for record in (*same, new) for run in record.runs}
+    races = {(search.file, search.world): search for record in (*same, new) for search in record.races}
+    both = Record(
+        *new.versions,
+        runs=tuple(runs[key] for key in sorted(runs)),
+        races=tuple(races[key] for key in sorted(races)),
+    )
+    return sorted([*others, both], key=lambda record: record.versions)
 
 
-def _key(run: FileRun) -> tuple[object, ...]:
+def _key(run: FileRun) -> tuple[str, int, str, str]:
     return run.file, run.world, run.device, run.schedule

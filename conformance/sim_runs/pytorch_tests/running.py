@@ -60,13 +60,11 @@ def run_file(checkout: Checkout, file: File, setting: Setting, *, limit_s: float
 
 def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path, limit_s: float) -> Iterator[Outcome]:
     junit, log = directory / "junit.xml", directory / "log"
-    path = checkout.tests / file.name
-    command = [sys.executable, "-m", f"{__package__}.process", str(path), f"--rootdir={checkout.tests}"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, f"--junitxml={junit}"],
+            [*command_for(checkout, file), f"--junitxml={junit}"],
             cwd=directory,  # tests write files here, and `torch` is not that of the checkout
-            env=_environment(checkout, path, setting),
+            env=environment_for(checkout, file, setting),
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -81,8 +79,21 @@ def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path,
         yield Outcome(f"{file.name}::process", "failed", f"exit status {process.returncode}: {_last_line(log)}")
 
 
-def _environment(checkout: Checkout, path: Path, setting: Setting) -> dict[str, str]:
-    python_path = [str(PROJECT), str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+def command_for(checkout: Checkout, file: File) -> list[str]:
+    """Return the command that runs a test file under pytest."""
+    return [
+        sys.executable,
+        "-m",
+        f"{__package__}.process",
+        str(checkout.tests / file.name),
+        f"--rootdir={checkout.tests}",
+    ]
+
+
+def environment_for(checkout: Checkout, file: File, setting: Setting) -> dict[str, str]:
+    """Return the environment in which the command of a file runs on a device."""
+    directory = (checkout.tests / file.name).parent
+    python_path = [str(PROJECT), str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(python_path),  # tests import their neighbours
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 from tabulate import tabulate
 
 from conformance.sim_runs.pytorch_tests.expectations import Expectations, Verdict, judge
 from conformance.sim_runs.pytorch_tests.outcomes import FAILED, PASSED, SKIPPED
+from conformance.sim_runs.pytorch_tests.races import FileRaces
 from conformance.sim_runs.pytorch_tests.record import Record
 from conformance.sim_runs.pytorch_tests.running import FileRun
 
@@ -81,12 +83,38 @@ def as_text(record: Record, expectations: Expectations) -> str:
     ]
     sections = [
         f"torch {record.torch}, tests of torch {record.checkout}",
-        tabulate(rows, headers=["file", "on", PASSED, FAILED, SKIPPED, "unexpected"]),
+        tabulate(rows, headers=["file", "on", PASSED, FAILED, SKIPPED, "unexpected"]) if rows else "",
         *(_causes(title, runs, outcome) for title, outcome in (("failures", FAILED), ("skips", SKIPPED))),
         _unexpected(runs),
         *_shares(runs, expectations),
+        races_table(record.races, "simple"),
+        "\n".join(unordered_pairs(record.races)),
     ]
     return "\n\n".join(filter(None, sections))
+
+
+def races_table(races: Sequence[FileRaces], style: str) -> str:
+    """Return a row for each file that was searched for races, or nothing."""
+    rows = [
+        [
+            PurePath(search.file).name,
+            search.world,
+            search.operators,
+            len(search.schedules),
+            search.orders,
+            len(search.unordered),
+            search.held_by_waits,
+            search.bits if search.operators else "no test used the device",
+        ]
+        for search in races
+    ]
+    headers = ["file", "ranks", "operators", "schedules", "orders", "unordered pairs", "held by waits", "bits"]
+    return tabulate(rows, headers=headers, tablefmt=style) if rows else ""
+
+
+def unordered_pairs(races: Iterable[FileRaces]) -> list[str]:
+    """Return a line for each kind of pair that no event orders."""
+    return [f"{PurePath(search.file).name}: {pair}" for search in races for pair in search.unordered]
 
 
 def _shares(runs: Sequence[Judged], expectations: Expectations) -> list[str]:

@@ -30,6 +30,7 @@ def explore(
     *,
     environment: Mapping[str, str] = os.environ,
     limit_s: float = LIMIT_S,
+    working_directory: Path | None = None,
     report: Report = lambda line: None,
 ) -> Exploration:
     """Run a command under several schedules of the simulated device, and return everything that differs or may.
@@ -40,7 +41,8 @@ def explore(
     program is deterministic. Raises UsageError if no process of the eager run uses the device.
     """
     with tempfile.TemporaryDirectory(prefix="conformance-races-") as directory:
-        return _Search(command, Path(directory), environment, limit_s, report).explore(schedules)
+        search = _Search(command, Path(directory), environment, limit_s, working_directory, report)
+        return search.explore(schedules)
 
 
 class _Inverted(NamedTuple):
@@ -116,10 +118,16 @@ class _Pairs:
 
 class _Search:
     def __init__(
-        self, command: Sequence[str], directory: Path, environment: Mapping[str, str], limit_s: float, report: Report
+        self,
+        command: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str],
+        limit_s: float,
+        working_directory: Path | None,
+        report: Report,
     ) -> None:
         self._command, self._directory, self._environment = list(command), directory, dict(environment)
-        self._limit_s, self._report = limit_s, report
+        self._limit_s, self._working_directory, self._report = limit_s, working_directory, report
         self._count = 0
         self._pairs, self._held = _Pairs(), _Pairs()
 
@@ -166,6 +174,7 @@ class _Search:
             self._directory / f"{self._count}",
             environment=self._environment,
             limit_s=self._limit_s,
+            working_directory=self._working_directory,
         )
         self._report(f"{schedule}: status {run.status}, {run.duration_s:.1f} s")
         return run

@@ -32,7 +32,13 @@ class Run:
 
 
 def run_under(
-    schedule: str, command: Sequence[str], directory: Path, *, environment: Mapping[str, str], limit_s: float
+    schedule: str,
+    command: Sequence[str],
+    directory: Path,
+    *,
+    environment: Mapping[str, str],
+    limit_s: float,
+    working_directory: Path | None = None,
 ) -> Run:
     """Run a command to its end, or kill it and its children after the time limit; the directory must be new."""
     directory.mkdir(parents=True)
@@ -42,6 +48,7 @@ def run_under(
     with output.open("w") as file:
         process = subprocess.Popen(
             command,
+            cwd=working_directory,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

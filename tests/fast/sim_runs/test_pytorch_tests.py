@@ -9,6 +9,7 @@ from conformance.sim_runs.pytorch_tests.checkout import Checkout
 from conformance.sim_runs.pytorch_tests.expectations import Expectations, Reason, Row, Skip, judge, read_expectations
 from conformance.sim_runs.pytorch_tests.markdown import as_markdown
 from conformance.sim_runs.pytorch_tests.outcomes import Outcome, cause, read_junit
+from conformance.sim_runs.pytorch_tests.races import FileRaces
 from conformance.sim_runs.pytorch_tests.record import Record, as_json, merged, read_records
 from conformance.sim_runs.pytorch_tests.running import FileRun
 from conformance.sim_runs.pytorch_tests.summary import as_text, judged, share
@@ -180,3 +181,39 @@ def test_a_record_replaces_earlier_runs_of_the_same_file_and_setting(tmp_path: P
     (record,) = merged(read_records(file), Record("2.13.0", "2.6", (again,)))
     assert set(record.runs) == {again, *RUNS[1:]}
     assert len(merged([RECORD], Record("2.14.0", "2.6", (again,)))) == 2
+
+
+PAIR = "aten::add_ on stream 0 at test_stage.py:7; aten::mul on stream 1 at test_stage.py:9"
+SEARCHES = (
+    FileRaces("pipelining", FILE, 2, operators=12, schedules=("eager", "lazy"), orders=2, unordered=(PAIR,)),
+    FileRaces("pipelining", FILE, 4, operators=9, schedules=("eager", "lazy"), orders=1, other_bits=("lazy",)),
+)
+
+
+def test_races_are_told_with_their_lines() -> None:
+    record = Record("2.13.0", "2.6", races=SEARCHES)
+    text, page = as_text(record, EXPECTED), as_markdown([record], EXPECTED)
+    assert f"test_stage.py: {PAIR}" in text
+    assert f"- test_stage.py: {PAIR}" in page
+    assert "other under lazy" in page
+
+
+@pytest.mark.parametrize(
+    ("search", "has_race", "bits"),
+    [
+        (SEARCHES[0], True, "equal"),
+        (SEARCHES[1], True, "other under lazy"),
+        (FileRaces("a", "b", 2, other_bits=("lazy",), is_deterministic=False), False, "two eager runs differ"),
+        (FileRaces("a", "b", 2, held_by_waits=3), False, "equal"),
+    ],
+)
+def test_bits_are_a_race_in_deterministic_tests_alone(search: FileRaces, has_race: bool, bits: str) -> None:
+    assert (search.has_race, search.bits) == (has_race, bits)
+
+
+def test_a_search_replaces_an_earlier_one_and_keeps_runs() -> None:
+    before = Record("2.13.0", "2.6", RUNS, SEARCHES)
+    again = FileRaces("pipelining", FILE, 4, operators=9)
+    (record,) = merged([before], Record("2.13.0", "2.6", races=(again,)))
+    assert record.races == (SEARCHES[0], again)
+    assert set(record.runs) == set(RUNS)

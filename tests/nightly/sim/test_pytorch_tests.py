@@ -54,6 +54,16 @@ class TestThreads(FSDPTestMultiThread):
         dist.all_reduce(ones)
         self.assertEqual(ones, torch.full((3,), 2.0, device="cuda"))
 """
+RACE = """
+    @skip_if_lt_x_gpu(2)
+    def test_missing_wait(self):
+        side = torch.cuda.Stream()
+        ones = torch.ones(1000, device="cuda")
+        with torch.cuda.stream(side):
+            twice = ones * 2  # unordered
+        torch.cuda.current_stream().wait_stream(side)
+        self.assertEqual(twice.sum().item(), 2000.0)
+"""
 
 
 @pytest.fixture
@@ -98,3 +108,22 @@ def test_without_the_device_they_are_skipped(checkout: Path) -> None:
     status, _, record = run(checkout, "--device", "cpu")
     assert status == 0
     assert set(outcomes(record).values()) == {"failed", "skipped"}
+
+
+@pytest.mark.parametrize("has_race", [False, True])
+def test_races_are_found_whatever_the_outcome_of_a_test(checkout: Path, has_race: bool) -> None:
+    file = checkout / "test" / FILE
+    source = TESTS.replace("\n\nclass TestThreads", RACE + "\n\nclass TestThreads") if has_race else TESTS
+    file.write_text(source)
+    status, text, record = run(checkout, "--schedules", "2")
+    (search,) = record.races
+    assert search.operators > 0
+    assert search.schedules == ("eager", "lazy")
+    assert status == int(has_race)
+    if has_race:
+        line = source.splitlines().index("            twice = ones * 2  # unordered") + 1
+        (pair,) = search.unordered
+        assert f"{FILE}:{line}" in pair
+        assert pair in text
+    else:
+        assert search.unordered == ()
