@@ -360,7 +360,8 @@ def own_loop(
             are the integers below the key `labels`, or those of the second of two tensors.
         optimizer: makes the optimizer that the loop makes, for the reference; or a list of those that step together, as
             of matrices and of other parameters. A mapping by module if those that take turns differ.
-        scheduler: makes the schedule of learning rates that the loop steps once in each step, of an optimizer.
+        scheduler: makes the schedule of learning rates of an optimizer. The reference steps the schedule once, right
+            after each step of the optimizer, as the loop must: the schedule of an epoch is not judged.
         max_norm: limit to which the loop clips gradients; by default it must take `config.max_norm`. `math.inf` if it
             clips none.
         meshes: those that the loop can have, of `dp2`, `hsdp2x2` and `dp2-tp2`.
