@@ -29,7 +29,7 @@ class Reasons(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of reasons.yaml."""
 
     reasons: dict[str, str]
-    """What each class of reasons is about."""
+    """Subject of each class of reasons, by name."""
     rows: tuple[Row, ...]
 
     def row(self, case: Case, outcome: Outcome) -> Row | None:

@@ -73,7 +73,7 @@ def _counts(sweep: Sweep) -> list[dict[str, str]]:
 
 
 def _reasons(sweep: Sweep) -> list[dict[str, str]]:
-    """Return a row for each reason: what it is about, why cases have it, and their number by schedule."""
+    """Return a row for each reason, with the number of its cases under each schedule."""
     reasons = read_reasons()
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for schedule, outcomes in sweep.items():

@@ -97,7 +97,7 @@ def _judged(case: Case, schedule: str, worker: _Worker) -> tuple[Judged, _Worker
 
 
 def _dead(case: Case, schedule: str, how: str) -> tuple[Judged, _Worker]:
-    """Return the outcome of a case that ends its process, depending on what the CPU does, and a new worker."""
+    """Return the outcome of a case that ends its process, on the CPU alone as well or not, and a new worker."""
     if (another := _Worker(schedule)).survives(case, on_cpu=True):
         return Judged(Outcome.DIED, how), another
     return Judged(Outcome.DIED, f"{another.end()} of the CPU's own kernel, without the device"), _Worker(schedule)

@@ -34,10 +34,14 @@ class FileRaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False if two eager runs have other bits, so that those of other schedules prove nothing."""
     other_bits: tuple[str, ...] = ()
     """Schedules with other bits than the eager run."""
+    unfinished: tuple[str, ...] = ()
+    """Schedules whose run was killed after the time limit, before its last test."""
 
     @property
     def bits(self) -> str:
-        """What the bits of other schedules say."""
+        """Summary of the bits under all schedules."""
+        if self.unfinished:
+            return f"not finished under {', '.join(self.unfinished)}"
         if not self.is_deterministic:
             return "two eager runs differ"
         return f"other under {', '.join(self.other_bits)}" if self.other_bits else "equal"
@@ -45,13 +49,13 @@ class FileRaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def has_race(self) -> bool:
         """True if accesses are unordered, or if a schedule alone changes bits."""
-        return bool(self.unordered or (self.is_deterministic and self.other_bits))
+        return bool(self.unordered or (self.is_deterministic and self.other_bits and not self.unfinished))
 
 
 def search_file(
     checkout: Checkout, file: File, world: int, schedules: int, *, limit_s: float, report: Report
 ) -> FileRaces:
-    """Run a test file under several schedules and return what differs or is unordered.
+    """Run a test file under several schedules and return its races.
 
     Bits and pairs are those of all processes that its tests start. A file whose tests are all skipped has no operator.
     """
@@ -78,6 +82,7 @@ def search_file(
         held_by_waits=len(found.held_by_waits),
         is_deterministic=not found.nondeterministic,
         other_bits=tuple(run.schedule for run in found.runs if run.differences),
+        unfinished=tuple(run.schedule for run in found.runs if run.status < 0),
     )
 
 

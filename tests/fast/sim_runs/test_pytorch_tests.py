@@ -205,6 +205,7 @@ def test_races_are_told_with_their_lines() -> None:
         (SEARCHES[1], True, "other under lazy"),
         (FileRaces("a", "b", 2, other_bits=("lazy",), is_deterministic=False), False, "two eager runs differ"),
         (FileRaces("a", "b", 2, held_by_waits=3), False, "equal"),
+        (FileRaces("a", "b", 2, other_bits=("lazy",), unfinished=("lazy",)), False, "not finished under lazy"),
     ],
 )
 def test_bits_are_a_race_in_deterministic_tests_alone(search: FileRaces, has_race: bool, bits: str) -> None:
