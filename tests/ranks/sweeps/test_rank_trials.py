@@ -39,5 +39,6 @@ def _waits(world: OddWorld) -> Mapping[str, str]:
 def test_a_child_ends_as_its_call_does(
     call: OddCall, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_trials, "_DEADLINE_S", 1.0)
+    if end is End.WAITED:  # the others end by themselves, which may take seconds on a busy machine
+        monkeypatch.setattr(rank_trials, "_DEADLINE_S", 1.0)
     assert in_child(call, OddWorld(0, 1, tmp_path, 0.5)).end is end
