@@ -49,8 +49,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Run the tests and compare them with the expected outcomes, or search them for races.
 
-    Exit status 1 if an outcome is not the expected one, or if there is a race. Raises UsageError for a directory that
-    is no checkout, for patterns that match no file, and for a schedule or a number of schedules that is none.
+    Exit status 1 if an outcome is not the expected one, if there is a race, or if a search is not finished. Raises
+    UsageError for a directory that is no checkout, for patterns that match no file, and for a schedule or a number of schedules that is none.
     """
     if options.write:
         require_checkout("--write")
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> Answer:
     if options.write:
         _write(record)
     is_unexpected = any(one.unexpected for one in judged(record, expectations))
-    has_race = any(search.has_race for search in record.races)
-    return Answer(as_text(record, expectations), int(is_unexpected or has_race))
+    is_open = any(search.has_race or search.unfinished for search in record.races)
+    return Answer(as_text(record, expectations), int(is_unexpected or is_open))
 
 
 def _record(checkout: Checkout, options: argparse.Namespace, torch: str) -> Record:
