@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> Answer:
     """Run the tests and compare them with the expected outcomes, or search them for races.
 
     Exit status 1 if an outcome is not the expected one, if there is a race, or if a search is not finished. Raises
-    UsageError for a directory that is no checkout, for patterns that match no file, and for a schedule or a number of schedules that is none.
+    UsageError for a directory that is no checkout, for patterns that match no file, and
+    for a schedule or a number of schedules that is none.
     """
     if options.write:
         require_checkout("--write")
