@@ -10,6 +10,7 @@ from pathlib import Path
 from conformance.cli.command import Answer, Commands, add_limit
 from conformance.outcomes import Unsupported
 from conformance.project import PROJECT, require_checkout
+from conformance.sim.autoload import require_installed
 from conformance.sim.building import device_library
 from conformance.sim.schedules import DEFAULT, Schedule
 from conformance.sim_runs.pytorch_tests.checkout import Checkout
@@ -50,13 +51,15 @@ def run(options: argparse.Namespace) -> Answer:
     """Run the tests and compare them with the expected outcomes, or search them for races.
 
     Exit status 1 if an outcome is not the expected one, if there is a race, or if a search is not finished. Raises
-    UsageError for a directory that is no checkout, for patterns that match no file, and
-    for a schedule or a number of schedules that is none.
+    UsageError for a directory that is no checkout, for patterns that match no file, for a
+    schedule or a number of schedules that is none, and for a package that is not installed.
     """
     if options.write:
         require_checkout("--write")
     checkout = Checkout.at(options.checkout)
     expectations = read_expectations()
+    if options.device == SIM:
+        require_installed()
     try:
         record = _record(checkout, options, importlib.metadata.version("torch"))
     except Unsupported as missing:

@@ -10,6 +10,7 @@ import msgspec
 
 from conformance.cli.command import Answer, Commands, seconds
 from conformance.outcomes import Unsupported
+from conformance.sim.autoload import require_installed
 from conformance.sim.building import device_library
 from conformance.sim.schedules import DEFAULT
 from conformance.sim_runs import running
@@ -40,8 +41,8 @@ def run(options: argparse.Namespace) -> Answer:
     """Run the program, once or under many schedules.
 
     The answer has the program's exit status, or with `--schedules` 1 if a schedule changes bits or accesses are
-    unordered. Raises UsageError for a wrong program or schedule, for `--world` under torchrun, and if the device cannot
-    be built.
+    unordered. Raises UsageError for a wrong program or schedule, for `--world` under torchrun, if the device cannot be
+    built, and for processes of a package that is not installed.
     """
     if options.world and "RANK" in os.environ:
         raise UsageError("--world starts ranks, and this is a rank of torchrun already: leave out --world")
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> Answer:
         if options.schedules is None and options.world is None:
             running.run_here(program, schedule=schedule, devices=devices, translate=options.translate)
             return Answer("")
+        require_installed()
         command = running.command_of(program, world_size=options.world, translate=options.translate)
         if options.schedules is None:
             return Answer("", running.run_command(command, schedule=schedule, devices=devices))
