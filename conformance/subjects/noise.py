@@ -130,11 +130,11 @@ def _jumps(subject: Subject, exact: reference.Trajectory, noise: GradientNoise) 
     """Return whether the first step is about as long by tiny noise alone as by gradients, for some parameter."""
     gradients = {name: gradient.float() for name, gradient in exact.gradients[0].items()}
     tiny = {name: _TINY * each for name, each in noise.in_step(0, gradients).items()}
-    usual, only = (_first_step(subject, exact, by) for by in (gradients, tiny))
+    usual, only = (first_step(subject, exact, by) for by in (gradients, tiny))
     return any(float(only[name].norm()) > _JUMPS_ABOVE * float(usual[name].norm()) for name in usual)
 
 
-def _first_step(subject: Subject, exact: reference.Trajectory, gradients: reference.Tensors) -> reference.Tensors:
+def first_step(subject: Subject, exact: reference.Trajectory, gradients: reference.Tensors) -> reference.Tensors:
     """Return the change of each parameter by the first step of the first optimizer."""
     parameters = {name: nn.Parameter(exact.initial[name].float().clone()) for name in gradients}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -284,12 +284,17 @@ def own_errors(
         name: max(_finite(compare.deviation(run[name], exact[name], origin[name] if origin else None)) for run in runs)
         for name in exact
     }
-    told = in_fp32.by_name if in_fp32 else by_name
-    known = [name for name in exact if not origin or told.get(name, 0.0) <= RANDOM_ABOVE] or list(exact)
+    told = in_fp32 or OwnErrors(by_name, 0.0)
+    known = [name for name in exact if not origin or not is_noise(name, told)] or list(exact)
     start = origin or {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
     size = compare.distance(*({name: tensors[name] for name in known} for tensors in (exact, start)))
     distances = [compare.distance(*({name: each[name] for name in known} for each in (run, exact))) for run in runs]
     return OwnErrors(by_name, max(distances) / size if size else max(distances))
+
+
+def is_noise(name: str, in_fp32: OwnErrors) -> bool:
+    """Return whether a parameter's changes are rounding alone, by the own errors of changes in fp32."""
+    return in_fp32.by_name.get(name, 0.0) > RANDOM_ABOVE
 
 
 def _finite(deviation: float) -> float:

@@ -67,6 +67,7 @@ from conformance.subjects.protocol import (
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
 from conformance.subjects.shims import used_shims
+from conformance.subjects.turning import distances_if_turned, with_whole_elements
 from conformance.subjects.turns import turns_of
 from reference_trainer.mesh import destroy_process_group
 
@@ -476,10 +477,12 @@ def _bf16(
         cast = reference.InBf16("cast", kept)
         runs.append(train_in(in_bf16=cast))
         way, kept = (cast, kept) if cast.matmul_dtypes else (way, [])
-    updates = [
-        own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial, in_fp32=in_fp32[step])
-        for step in range(len(exact.parameters))
-    ]
+    turned = distances_if_turned(subject, exact, max_norm)
+    updates = []
+    for step, (after, told) in enumerate(zip(exact.parameters, in_fp32, strict=True)):
+        in_each = [run.parameters[step] for run in runs]
+        errors = own_errors(in_each, after, exact.initial, in_fp32=told)
+        updates.append(with_whole_elements(errors, turned, in_each, after, exact.initial, told))
     first = [{name: run.gradients[0][name] for name in exact.gradients[0]} for run in runs]
     loss_error = max(_relative(run.losses, exact.losses) for run in runs)
     return _Bf16(own_errors(first, exact.gradients[0], None), updates, loss_error, way.matmul_dtypes, kept)

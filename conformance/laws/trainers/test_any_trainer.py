@@ -362,7 +362,8 @@ def test_bf16_updates_are_as_accurate_as_in_one_process(evidence: Evidence) -> N
 
     Gradients may be twice as far from fp64 as those of one process. A change that is linear in them is twice as far
     then. Adam's is less: it turns its step where a gradient's error exceeds the gradient, for a share of the elements
-    that grows like the error, so that the deviation grows like its root.
+    that grows like the error, so that the deviation grows like its root. A small tensor has whole elements that turn,
+    see `subjects.turning`.
     """
     reference = evidence.reference
     if not reference.facts.bf16_updates:
