@@ -19,7 +19,7 @@ from conformance.sim_runs.pytorch_tests.markdown import as_markdown
 from conformance.sim_runs.pytorch_tests.races import FileRaces, search_file
 from conformance.sim_runs.pytorch_tests.record import Record, as_json, merged, read_records
 from conformance.sim_runs.pytorch_tests.running import CPU, SIM, FileRun, Setting, run_file
-from conformance.sim_runs.pytorch_tests.summary import as_text, judged
+from conformance.sim_runs.pytorch_tests.summary import as_text, is_open, judged
 from reference_trainer.checks import UsageError
 
 _WORLDS = (2, 4)
@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> Answer:
     if options.write:
         _write(record)
     is_unexpected = any(one.unexpected for one in judged(record, expectations))
-    is_open = any(search.has_race or search.unfinished for search in record.races)
-    return Answer(as_text(record, expectations), int(is_unexpected or is_open))
+    has_open_search = any(is_open(search, record, expectations) for search in record.races)
+    return Answer(as_text(record, expectations), int(is_unexpected or has_open_search))
 
 
 def _record(checkout: Checkout, options: argparse.Namespace, torch: str) -> Record:

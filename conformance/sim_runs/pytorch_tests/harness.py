@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import random
+import shutil
+import tempfile
 import unittest
 from multiprocessing import context
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import Any
 
 import torch
 
-from conformance.sim.settings import SCHEDULE_VARIABLE
+from conformance.sim import settings
 from conformance.sim_runs.pytorch_tests.running import TESTS_VARIABLE
+from conformance.sim_runs.pytorch_tests.turns import Condition, has_turns, take_turns
 from conformance.sim_runs.translation import translate_imports
 
 HARNESS = (
@@ -36,7 +40,9 @@ def serve_processes(preload: str) -> None:
 
 def prepare() -> None:
     """Adapt torch's harness; with the device, translate all that this process imports from it and from the tests."""
-    has_device = SCHEDULE_VARIABLE in os.environ
+    has_device = settings.SCHEDULE_VARIABLE in os.environ
+    if settings.RECORD_VARIABLE in os.environ:
+        vars(tempfile)["_name_sequence"] = _Names()
     if has_device:
         translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
     from torch.testing._internal import common_distributed, common_fsdp
@@ -51,8 +57,30 @@ def prepare() -> None:
 
 def share_device() -> None:
     """Let ranks that are threads of this process stay on its first device, as on a GPU that is in use already."""
-    if SCHEDULE_VARIABLE in os.environ:
+    if settings.SCHEDULE_VARIABLE in os.environ:
         torch.get_device_module().init()  # an unused device is chosen by DeviceMesh, for each rank another one
+
+
+def repeat_names() -> None:
+    """Let each recorded run of a file, in one working directory, give its temporary files the same names.
+
+    Ranks send each other the names of checkpoints: in other runs, other bits.
+    """
+    if settings.RECORD_VARIABLE in os.environ:
+        directory = Path.cwd() / "temporary"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+
+
+class _Names(tempfile._RandomNameSequence):  # type: ignore[name-defined,misc]  # nothing public chooses the names
+    """Names of temporary files that depend on the name of the process alone."""
+
+    @property
+    def rng(self) -> random.Random:
+        if vars(self).get("process") != os.getpid():
+            self.process, self.generator = os.getpid(), random.Random(multiprocessing.current_process().name)
+        return self.generator
 
 
 def skip_without_ranks(case: Any) -> None:
@@ -76,6 +104,7 @@ def _answer_for_cuda() -> None:
     vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
     vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
     order_threads(multi_threaded_pg.Collective)
+    take_turns(common_distributed.MultiThreadedTestCase, multi_threaded_pg)
 
 
 def order_threads(collective: Any) -> None:
@@ -87,6 +116,8 @@ def order_threads(collective: Any) -> None:
 
     def create_ordered(self: Any, world_size: int, operation: Any, group: Any) -> None:
         create(self, world_size, _Finished(operation), group)
+        if has_turns():
+            self._start_cond = self._done_cond = Condition()
 
     def join_ordered(self: Any, rank: int, tensors: Any) -> Any:
         torch.accelerator.current_stream().synchronize()

@@ -10,7 +10,15 @@ from conformance.sim_runs.pytorch_tests.expectations import Expectations
 from conformance.sim_runs.pytorch_tests.outcomes import FAILED, PASSED, SKIPPED
 from conformance.sim_runs.pytorch_tests.record import Record
 from conformance.sim_runs.pytorch_tests.running import SIM
-from conformance.sim_runs.pytorch_tests.summary import Judged, judged, races_table, setting_text, share, unordered_pairs
+from conformance.sim_runs.pytorch_tests.summary import (
+    Judged,
+    eager_differences,
+    judged,
+    races_table,
+    setting_text,
+    share,
+    unordered_pairs,
+)
 
 _BEGIN = """# PyTorch's own tests on `sim`
 
@@ -55,6 +63,9 @@ def _sections(record: Record, expectations: Expectations) -> Iterator[str]:
         yield _RACES
         yield races_table(record.races, "github")
         yield "\n".join(f"- {line}" for line in unordered_pairs(record.races)) or "No accesses are unordered."
+        if differing := eager_differences(record.races):
+            yield "Where two eager runs differ, each process first in:"
+            yield "\n".join(f"- {line}" for line in differing)
 
 
 def _outcomes(runs: Sequence[Judged], settings: Sequence[str]) -> str:

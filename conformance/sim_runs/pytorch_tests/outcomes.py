@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import msgspec
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+IMPORT = "import"
+"""Name of the failure of a file that cannot be imported."""
 _MAX_CAUSE = 160
 _ERROR_LINE = re.compile(r"^(?:E +)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
 _WRAPPERS = re.compile(r"^RuntimeError: (Process|Thread) \d+ (exited|terminated)|^RuntimeError: Exception in worker")
@@ -42,7 +44,7 @@ def read_junit(file: Path, name: str) -> list[Outcome]:
 
 def _outcome(case: ElementTree.Element, name: str) -> Outcome:
     owner = case.get("classname", "").rpartition(".")[2]
-    test = f"{name}::{owner}::{case.get('name')}" if owner else f"{name}::import"
+    test = f"{name}::{owner}::{case.get('name')}" if owner else f"{name}::{IMPORT}"
     duration_s = round(float(case.get("time", "0")), 2)
     for element in case:
         if element.tag in ("failure", "error"):

@@ -15,6 +15,7 @@ _OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/n
 
 def main(arguments: list[str]) -> int:
     """Run a test file under pytest; returns pytest's exit status."""
+    harness.repeat_names()
     harness.serve_processes(_PRELOAD)
     harness.prepare()
     harness.share_device()

@@ -1,5 +1,6 @@
 """Search for races in PyTorch's tests: each file as one program, under several schedules."""
 
+import signal
 import tempfile
 from pathlib import Path
 
@@ -7,12 +8,23 @@ import msgspec
 
 from conformance.sim.recorded import Place
 from conformance.sim_runs.pytorch_tests.checkout import Checkout, File
-from conformance.sim_runs.pytorch_tests.running import SIM, Setting, command_for, environment_for
-from conformance.sim_runs.races.exploring import Report, explore
-from conformance.sim_runs.races.findings import Issued, Pair
-from reference_trainer.checks import UsageError
+from conformance.sim_runs.pytorch_tests.outcomes import IMPORT, Outcome
+from conformance.sim_runs.pytorch_tests.running import (
+    PROCESS,
+    SIM,
+    TIME_LIMIT,
+    Ended,
+    Setting,
+    command_for,
+    environment_for,
+    outcomes_after,
+)
+from conformance.sim_runs.races.exploring import DeviceUnused, Report, explore
+from conformance.sim_runs.races.findings import Difference, Issued, Pair
 
-_EAGER = "eager"
+EAGER = "eager"
+"""First schedule of a search."""
+_STATES = {IMPORT: "failed at import", TIME_LIMIT: "killed at the time limit", PROCESS: "failed before its first test"}
 
 
 class FileRaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,26 +42,32 @@ class FileRaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kinds of pairs of accesses that no event orders: operators and lines."""
     held_by_waits: int = 0
     """Number of kinds of pairs that only a wait of the host orders."""
-    is_deterministic: bool = True
-    """False if two eager runs have other bits, so that those of other schedules prove nothing."""
+    eager_differences: tuple[str, ...] = ()
+    """First bits of each process that two eager runs have not in common; those of other schedules then prove nothing."""
     other_bits: tuple[str, ...] = ()
     """Schedules with other bits than the eager run."""
     unfinished: tuple[str, ...] = ()
     """Schedules whose run was killed after the time limit, before its last test."""
+    not_run: Outcome | None = None
+    """Failure of the whole file in the eager run, before any operator."""
 
     @property
     def bits(self) -> str:
-        """Summary of the bits under all schedules."""
+        """Summary of the bits under all schedules, or why there are none."""
+        if self.not_run:
+            return f"{_STATES[self.not_run.test.rpartition('::')[2]]}: {self.not_run.cause}"
         if self.unfinished:
             return f"not finished under {', '.join(self.unfinished)}"
-        if not self.is_deterministic:
+        if not self.operators:
+            return "no test used the device"
+        if self.eager_differences:
             return "two eager runs differ"
         return f"other under {', '.join(self.other_bits)}" if self.other_bits else "equal"
 
     @property
     def has_race(self) -> bool:
         """True if accesses are unordered, or if a schedule alone changes bits."""
-        return bool(self.unordered or (self.is_deterministic and self.other_bits and not self.unfinished))
+        return bool(self.unordered or (self.other_bits and not self.eager_differences and not self.unfinished))
 
 
 def search_file(
@@ -60,17 +78,21 @@ def search_file(
     Bits and pairs are those of all processes that its tests start. A file whose tests are all skipped has no operator.
     """
     with tempfile.TemporaryDirectory(prefix="pytorch-tests-") as directory:
+        junit = Path(directory) / "junit.xml"
         try:
             found = explore(
-                command_for(checkout, file),
+                [*command_for(checkout, file), f"--junitxml={junit}"],
                 schedules,
-                environment=environment_for(checkout, file, Setting(SIM, world, _EAGER)),
+                environment=environment_for(checkout, file, Setting(SIM, world, EAGER)),
                 limit_s=limit_s,
                 working_directory=Path(directory),
                 report=report,
             )
-        except UsageError:  # no process has used the device
-            return FileRaces(file.area, file.name, world)
+        except DeviceUnused as unused:
+            status = None if unused.run.status == -signal.SIGKILL else unused.run.status
+            not_run = _failure(junit, file, Ended(status, unused.run.ending, limit_s))
+            return FileRaces(file.area, file.name, world, not_run=not_run)
+        not_run = None if found.operators else _failure(junit, file, Ended(found.runs[0].status, "", limit_s))
     return FileRaces(
         area=file.area,
         file=file.name,
@@ -80,10 +102,21 @@ def search_file(
         orders=found.coverage.orders,
         unordered=tuple(dict.fromkeys(_line(checkout, pair) for pair in found.pairs)),
         held_by_waits=len(found.held_by_waits),
-        is_deterministic=not found.nondeterministic,
+        eager_differences=tuple(dict.fromkeys(_difference(checkout, each) for each in found.nondeterministic)),
         other_bits=tuple(run.schedule for run in found.runs if run.differences),
         unfinished=tuple(run.schedule for run in found.runs if run.status < 0),
+        not_run=not_run,
     )
+
+
+def _failure(junit: Path, file: File, ended: Ended) -> Outcome | None:
+    """Return the failure of the whole file; None if pytest ran its tests, or skipped them."""
+    outcomes = outcomes_after(junit, file.name, ended)
+    return next((outcome for outcome in outcomes if outcome.test in {f"{file.name}::{state}" for state in _STATES}), None)
+
+
+def _difference(checkout: Checkout, difference: Difference) -> str:
+    return f"{difference.what} at {_at(checkout, difference.place)}"
 
 
 def _line(checkout: Checkout, pair: Pair) -> str:

@@ -23,6 +23,8 @@ CPU = "cpu"
 """Device of runs without the simulated one, for comparison."""
 TESTS_VARIABLE = "CONFORMANCE_PYTORCH_TESTS"
 """Environment variable with the folder of tests that are translated."""
+TIME_LIMIT, PROCESS = "time limit", "process"
+"""Names of failures of a whole file, beside `outcomes.IMPORT`."""
 _GRACE_S = 30.0
 """Time in which an interrupted pytest writes its results."""
 _TEST_LIMIT_S = 300
@@ -38,6 +40,15 @@ class Setting(NamedTuple):
     """Number of devices, and so of ranks of most tests."""
     schedule: str = ""
     """Schedule of the simulated device; empty for the CPU."""
+
+
+class Ended(NamedTuple):
+    """End of the process of a test file."""
+
+    status: int | None
+    """Exit status; None if it exceeded the time limit."""
+    output: str
+    limit_s: float
 
 
 class FileRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,12 +82,18 @@ def _outcomes(checkout: Checkout, file: File, setting: Setting, directory: Path,
             start_new_session=True,
         )
         in_time = _finish(process, limit_s)
+    status = process.returncode if in_time else None
+    yield from outcomes_after(junit, file.name, Ended(status, log.read_text(errors="replace"), limit_s))
+
+
+def outcomes_after(junit: Path, file: str, ended: Ended) -> Iterator[Outcome]:
+    """Return the outcomes in the JUnit XML of a test file, if there is any, and a failure for an end that is none."""
     if junit.exists():
-        yield from read_junit(junit, file.name)
-    if not in_time:
-        yield Outcome(f"{file.name}::time limit", "failed", f"not finished within {limit_s:g} s")
+        yield from read_junit(junit, file)
+    if ended.status is None:
+        yield Outcome(f"{file}::{TIME_LIMIT}", "failed", f"not finished within {ended.limit_s:g} s")
     elif not junit.exists():
-        yield Outcome(f"{file.name}::process", "failed", f"exit status {process.returncode}: {_last_line(log)}")
+        yield Outcome(f"{file}::{PROCESS}", "failed", f"exit status {ended.status}: {_last_line(ended.output)}")
 
 
 def command_for(checkout: Checkout, file: File) -> list[str]:
@@ -97,6 +114,7 @@ def environment_for(checkout: Checkout, file: File, setting: Setting) -> dict[st
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(python_path),  # tests import their neighbours
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONHASHSEED": "0",  # sets have the same order in each run
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(_TEST_LIMIT_S),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun does for several ranks
     }
@@ -124,6 +142,5 @@ def _finish(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     return in_time
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+def _last_line(output: str) -> str:
+    return next((line.strip() for line in reversed(output.split("\n")) if line.strip()), "no output")

@@ -9,9 +9,9 @@ from tabulate import tabulate
 
 from conformance.sim_runs.pytorch_tests.expectations import Expectations, Verdict, judge
 from conformance.sim_runs.pytorch_tests.outcomes import FAILED, PASSED, SKIPPED
-from conformance.sim_runs.pytorch_tests.races import FileRaces
+from conformance.sim_runs.pytorch_tests.races import EAGER, FileRaces
 from conformance.sim_runs.pytorch_tests.record import Record
-from conformance.sim_runs.pytorch_tests.running import FileRun
+from conformance.sim_runs.pytorch_tests.running import SIM, FileRun
 
 
 class Judged(NamedTuple):
@@ -104,7 +104,7 @@ def races_table(races: Sequence[FileRaces], style: str) -> str:
             search.orders,
             len(search.unordered),
             search.held_by_waits,
-            search.bits if search.operators else "no test used the device",
+            search.bits,
         ]
         for search in races
     ]
@@ -115,6 +115,23 @@ def races_table(races: Sequence[FileRaces], style: str) -> str:
 def unordered_pairs(races: Iterable[FileRaces]) -> list[str]:
     """Return a line for each kind of pair that no event orders."""
     return [f"{PurePath(search.file).name}: {pair}" for search in races for pair in search.unordered]
+
+
+def eager_differences(races: Iterable[FileRaces]) -> list[str]:
+    """Return a line for each file of which two eager runs differ: what each process read first."""
+    return [
+        f"{PurePath(search.file).name}, {search.world} ranks: {'; '.join(search.eager_differences)}"
+        for search in races
+        if search.eager_differences
+    ]
+
+
+def is_open(search: FileRaces, record: Record, expectations: Expectations) -> bool:
+    """Return whether a search found a race, or is not finished for a reason that no expected failure tells."""
+    if not search.not_run:
+        return bool(search.has_race or search.unfinished)
+    run = FileRun(search.area, search.file, search.world, SIM, EAGER, (search.not_run,))
+    return bool(Judged(run, judge(run, torch=record.torch, checkout=record.checkout, expectations=expectations)).unexpected)
 
 
 def _shares(runs: Sequence[Judged], expectations: Expectations) -> list[str]:

@@ -1,6 +1,7 @@
 """Exploration of a program: runs under several schedules, compared with the eager one, and the check of its trace."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,14 @@ LIMIT_S = 600.0
 _SEARCH_RUNS, _CANDIDATES = 40, 8
 """Runs of the search for the smallest schedule, and operators of unordered pairs that it tries by themselves."""
 
+class DeviceUnused(UsageError):
+    """No process of the eager run has used the device and come to its end."""
+
+    def __init__(self, run: Run, command: Sequence[str]) -> None:
+        super().__init__(f"no process of {' '.join(command)} ended and used the device:\n{run.ending}")
+        self.run = run
+
+
 Report = Callable[[str], None]
 
 
@@ -38,7 +47,7 @@ def explore(
     The command is a program and its arguments, such as `python script.py`, `torchrun ...` or `pytest ...`, whose
     processes get the device from the environment. The schedules are eager, lazy, each stream starved, and random ones
     up to `schedules`; `report` is called with a line for each run. The eager run happens twice, to see whether the
-    program is deterministic. Raises UsageError if no process of the eager run uses the device.
+    program is deterministic. Raises DeviceUnused if no process of the eager run uses the device.
     """
     with tempfile.TemporaryDirectory(prefix="conformance-races-") as directory:
         search = _Search(command, Path(directory), environment, limit_s, working_directory, report)
@@ -128,13 +137,12 @@ class _Search:
     ) -> None:
         self._command, self._directory, self._environment = list(command), directory, dict(environment)
         self._limit_s, self._working_directory, self._report = limit_s, working_directory, report
-        self._count = 0
         self._pairs, self._held = _Pairs(), _Pairs()
 
     def explore(self, schedules: int) -> Exploration:
         self._eager = eager = self._run("eager")
         if not eager.programs:
-            raise UsageError(f"no process of {' '.join(self._command)} ended and used the device:\n{eager.ending}")
+            raise DeviceUnused(eager, self._command)
         again = differences(eager, self._run("eager"))
         for name, program in eager.programs.items():
             free, held = groups(program)
@@ -167,15 +175,16 @@ class _Search:
         )
 
     def _run(self, schedule: str) -> Run:
-        self._count += 1
+        directory = self._directory / "run"  # the same path for each run, which a program may see
         run = run_under(
             schedule,
             self._command,
-            self._directory / f"{self._count}",
+            directory,
             environment=self._environment,
             limit_s=self._limit_s,
             working_directory=self._working_directory,
         )
+        shutil.rmtree(directory, ignore_errors=True)
         self._report(f"{schedule}: status {run.status}, {run.duration_s:.1f} s")
         return run
 

@@ -203,8 +203,8 @@ def test_races_are_told_with_their_lines() -> None:
     [
         (SEARCHES[0], True, "equal"),
         (SEARCHES[1], True, "other under lazy"),
-        (FileRaces("a", "b", 2, other_bits=("lazy",), is_deterministic=False), False, "two eager runs differ"),
-        (FileRaces("a", "b", 2, held_by_waits=3), False, "equal"),
+        (FileRaces("a", "b", 2, operators=1, other_bits=("lazy",), eager_differences=(READ,)), False, "two eager runs differ"),
+        (FileRaces("a", "b", 2, operators=1, held_by_waits=3), False, "equal"),
         (FileRaces("a", "b", 2, other_bits=("lazy",), unfinished=("lazy",)), False, "not finished under lazy"),
     ],
 )
