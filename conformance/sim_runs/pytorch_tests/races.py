@@ -43,7 +43,7 @@ class FileRaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_by_waits: int = 0
     """Number of kinds of pairs that only a wait of the host orders."""
     eager_differences: tuple[str, ...] = ()
-    """First bits of each process that two eager runs have not in common; those of other schedules then prove nothing."""
+    """First bits of each process in which two eager runs differ; those of other schedules then prove nothing."""
     other_bits: tuple[str, ...] = ()
     """Schedules with other bits than the eager run."""
     unfinished: tuple[str, ...] = ()
@@ -112,7 +112,9 @@ def search_file(
 def _failure(junit: Path, file: File, ended: Ended) -> Outcome | None:
     """Return the failure of the whole file; None if pytest ran its tests, or skipped them."""
     outcomes = outcomes_after(junit, file.name, ended)
-    return next((outcome for outcome in outcomes if outcome.test in {f"{file.name}::{state}" for state in _STATES}), None)
+    return next(
+        (outcome for outcome in outcomes if outcome.test in {f"{file.name}::{state}" for state in _STATES}), None
+    )
 
 
 def _difference(checkout: Checkout, difference: Difference) -> str:

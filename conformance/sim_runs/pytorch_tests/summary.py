@@ -131,7 +131,9 @@ def is_open(search: FileRaces, record: Record, expectations: Expectations) -> bo
     if not search.not_run:
         return bool(search.has_race or search.unfinished)
     run = FileRun(search.area, search.file, search.world, SIM, EAGER, (search.not_run,))
-    return bool(Judged(run, judge(run, torch=record.torch, checkout=record.checkout, expectations=expectations)).unexpected)
+    return bool(
+        Judged(run, judge(run, torch=record.torch, checkout=record.checkout, expectations=expectations)).unexpected
+    )
 
 
 def _shares(runs: Sequence[Judged], expectations: Expectations) -> list[str]:

@@ -22,6 +22,7 @@ LIMIT_S = 600.0
 _SEARCH_RUNS, _CANDIDATES = 40, 8
 """Runs of the search for the smallest schedule, and operators of unordered pairs that it tries by themselves."""
 
+
 class DeviceUnused(UsageError):
     """No process of the eager run has used the device and come to its end."""
 

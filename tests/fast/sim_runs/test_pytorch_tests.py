@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from conformance.sim_runs.pytorch_tests import expectations as expected
 from conformance.sim_runs.pytorch_tests.checkout import Checkout
@@ -12,7 +13,7 @@ from conformance.sim_runs.pytorch_tests.outcomes import Outcome, cause, read_jun
 from conformance.sim_runs.pytorch_tests.races import FileRaces
 from conformance.sim_runs.pytorch_tests.record import Record, as_json, merged, read_records
 from conformance.sim_runs.pytorch_tests.running import FileRun
-from conformance.sim_runs.pytorch_tests.summary import as_text, judged, share
+from conformance.sim_runs.pytorch_tests.summary import as_text, is_open, judged, share
 from reference_trainer.checks import UsageError
 
 FILE = "distributed/pipelining/test_stage.py"
@@ -198,12 +199,45 @@ def test_races_are_told_with_their_lines() -> None:
     assert "other under lazy" in page
 
 
+READ = "copy_device_to_pageable, number 1 of its line at test_stage.py:7"
+
+
+def test_the_first_differences_of_two_eager_runs_are_on_the_page() -> None:
+    search = FileRaces("pipelining", FILE, 2, operators=1, eager_differences=(READ,))
+    page = as_markdown([Record("2.13.0", "2.6", races=(search,))], EXPECTED)
+    assert f"- test_stage.py, 2 ranks: {READ}" in page
+
+
+@pytest.mark.parametrize(
+    ("failure", "bits", "is_unexpected"),
+    [
+        (Outcome(f"{FILE}::import", "failed", "KeyError: 1"), "failed at import: KeyError: 1", True),
+        (Outcome(f"{FILE}::time limit", "failed", "not finished within 5 s"), "killed at the time limit: not", True),
+        (Outcome(f"{FILE}::process", "failed", "exit status 3: none"), "failed before its first test: exit", False),
+        (None, "no test used the device", False),
+    ],
+)
+def test_a_search_says_why_nothing_ran_and_is_open_unless_that_is_expected(
+    failure: Outcome | None, bits: str, is_unexpected: bool
+) -> None:
+    expectations = replace(EXPECTED, failures=(Row(tests=("*::process",), reason="other version", why="old"),))
+    search = FileRaces("pipelining", FILE, 2, not_run=failure)
+    record = Record("2.13.0", "2.6", races=(search,))
+    assert search.bits.startswith(bits)
+    assert search.bits in as_text(record, expectations)
+    assert is_open(search, record, expectations) == is_unexpected
+
+
 @pytest.mark.parametrize(
     ("search", "has_race", "bits"),
     [
         (SEARCHES[0], True, "equal"),
         (SEARCHES[1], True, "other under lazy"),
-        (FileRaces("a", "b", 2, operators=1, other_bits=("lazy",), eager_differences=(READ,)), False, "two eager runs differ"),
+        (
+            FileRaces("a", "b", 2, operators=1, other_bits=("lazy",), eager_differences=(READ,)),
+            False,
+            "two eager runs differ",
+        ),
         (FileRaces("a", "b", 2, operators=1, held_by_waits=3), False, "equal"),
         (FileRaces("a", "b", 2, other_bits=("lazy",), unfinished=("lazy",)), False, "not finished under lazy"),
     ],

@@ -66,6 +66,39 @@ RACE = """
 """
 
 
+CHANCE = """
+import random
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
+
+
+class TestNames(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_names(self):
+        names = [tempfile.mkdtemp(), [*{"a", "b", "c", "d"}]]
+        dist.broadcast_object_list(names)
+
+
+class TestThreads(FSDPTestMultiThread):
+    @property
+    def world_size(self):
+        return 2
+
+    def test_draws(self):
+        for _ in range(20):
+            drawn = torch.randn(1000, device="cuda").sum().item()
+            dist.all_reduce(torch.full((1,), drawn, device="cuda"))
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     file = tmp_path / "pytorch" / "test" / FILE
@@ -126,3 +159,33 @@ def test_races_are_found_whatever_the_outcome_of_a_test(checkout: Path, has_race
         assert all(pair in text for pair in search.unordered)
     else:
         assert search.unordered == ()
+
+
+def test_two_eager_runs_agree_where_ranks_are_threads_or_tell_each_other_names(checkout: Path) -> None:
+    (checkout / "test" / FILE).write_text(CHANCE)
+    status, _, record = run(checkout, "--schedules", "2")
+    (search,) = record.races
+    assert search.operators > 0
+    assert search.eager_differences == ()
+    assert (search.bits, status) == ("equal", 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "state"),
+    [
+        ("from torch import no_such_name", (), "failed at import: ImportError: cannot import name 'no_such_name'"),
+        ("def test_slow():\n    __import__('time').sleep(100)\n", ("--limit", "5"), "killed at the time limit: not"),
+        ("import os\nos._exit(3)\n", (), "failed before its first test: exit status 3"),
+        ("def test_cpu():\n    pass\n", (), "no test used the device"),
+    ],
+)
+def test_a_file_that_no_schedule_was_tried_on_says_why(
+    checkout: Path, source: str, options: tuple[str, ...], state: str
+) -> None:
+    (checkout / "test" / FILE).write_text(source)
+    status, text, record = run(checkout, "--schedules", "2", *options)
+    (search,) = record.races
+    assert search.operators == 0
+    assert search.bits.startswith(state)
+    assert search.bits in text
+    assert status == int(search.not_run is not None)
