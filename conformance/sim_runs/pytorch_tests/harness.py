@@ -2,9 +2,6 @@
 
 import multiprocessing
 import os
-import random
-import shutil
-import tempfile
 import unittest
 from multiprocessing import context
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 
 from conformance.sim import settings
+from conformance.sim_runs.pytorch_tests.names import repeat_names
 from conformance.sim_runs.pytorch_tests.running import TESTS_VARIABLE
 from conformance.sim_runs.pytorch_tests.turns import Condition, has_turns, take_turns
 from conformance.sim_runs.translation import translate_imports
@@ -42,7 +40,7 @@ def prepare() -> None:
     """Adapt torch's harness; with the device, translate all that this process imports from it and from the tests."""
     has_device = settings.SCHEDULE_VARIABLE in os.environ
     if settings.RECORD_VARIABLE in os.environ:
-        vars(tempfile)["_name_sequence"] = _Names()
+        repeat_names()
     if has_device:
         translate_imports([Path(os.environ[TESTS_VARIABLE])], HARNESS)
     from torch.testing._internal import common_distributed, common_fsdp
@@ -59,28 +57,6 @@ def share_device() -> None:
     """Let ranks that are threads of this process stay on its first device, as on a GPU that is in use already."""
     if settings.SCHEDULE_VARIABLE in os.environ:
         torch.get_device_module().init()  # an unused device is chosen by DeviceMesh, for each rank another one
-
-
-def repeat_names() -> None:
-    """Let each recorded run of a file, in one working directory, give its temporary files the same names.
-
-    Ranks send each other the names of checkpoints: in other runs, other bits.
-    """
-    if settings.RECORD_VARIABLE in os.environ:
-        directory = Path.cwd() / "temporary"
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
-        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-
-
-class _Names(tempfile._RandomNameSequence):  # type: ignore[name-defined,misc]  # nothing public chooses the names
-    """Names of temporary files that depend on the name of the process alone."""
-
-    @property
-    def rng(self) -> random.Random:
-        if vars(self).get("process") != os.getpid():
-            self.process, self.generator = os.getpid(), random.Random(multiprocessing.current_process().name)
-        return self.generator
 
 
 def skip_without_ranks(case: Any) -> None:

@@ -3,11 +3,14 @@
 The environment says on which device, see `conformance/sim/settings.py`, and which folder is translated.
 """
 
+import os
 import sys
 
 import pytest
 
+from conformance.sim import settings
 from conformance.sim_runs.pytorch_tests import harness
+from conformance.sim_runs.pytorch_tests.names import own_temporary_directory
 
 _PRELOAD = f"{__package__}.preload"
 _OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider")
@@ -15,7 +18,8 @@ _OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/n
 
 def main(arguments: list[str]) -> int:
     """Run a test file under pytest; returns pytest's exit status."""
-    harness.repeat_names()
+    if settings.RECORD_VARIABLE in os.environ:
+        own_temporary_directory()
     harness.serve_processes(_PRELOAD)
     harness.prepare()
     harness.share_device()

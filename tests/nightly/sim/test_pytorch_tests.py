@@ -67,8 +67,8 @@ RACE = """
 
 
 CHANCE = """
-import random
 import tempfile
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class TestNames(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_names(self):
-        names = [tempfile.mkdtemp(), [*{"a", "b", "c", "d"}]]
+        names = [tempfile.mkdtemp(), uuid.uuid4(), [*{"a", "b", "c", "d"}]]
         dist.broadcast_object_list(names)
 
 
