@@ -174,9 +174,12 @@ class _Checker:
 
     def _host_knows(self, clock: dict[int, int]) -> None:
         """Order all work that the host issues from now on, on any stream, after this clock."""
-        _advance(self._host, clock)
-        for other in self._clocks.values():
-            _advance(other, self._host)
+        news = {stream: number for stream, number in clock.items() if self._host.get(stream, 0) < number}
+        if not news:
+            return
+        self._host.update(news)
+        for other in self._clocks.values():  # each has all that the host knew before
+            _advance(other, news)
 
     def _operation(self, operation: Operation) -> Iterator[Race]:
         clock = self._clock(operation.stream)

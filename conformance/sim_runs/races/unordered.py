@@ -28,9 +28,10 @@ def key(pair: Pair) -> object:
 
 def groups(program: Program) -> tuple[list[Group], list[Group]]:
     """Return the unordered pairs of a process, and the pairs that only waits of the host order."""
-    ordered_by_reads = _races(program, reads_order=True)
+    without_waits = _races(program, reads_order=False)
+    ordered_by_reads = _races(program, reads_order=True) if without_waits else []  # waits only add order
     known = {_positions(race) for race in ordered_by_reads}
-    held = [race for race in _races(program, reads_order=False) if _positions(race) not in known]
+    held = [race for race in without_waits if _positions(race) not in known]
     return _grouped(program, ordered_by_reads, is_held=False), _grouped(program, held, is_held=True)
 
 
