@@ -35,7 +35,8 @@ _RACES = """Each file as one program with all its ranks, under the first of thes
 starved, random ones. *Unordered pairs* access the same bytes, and no event orders them; the trace of the eager run
 shows them under whatever schedule. Pairs that are *held by waits* are ordered by a wait of the host alone. Bits are
 those that the host reads, and those in memory at the end; where two eager runs differ, those of other schedules prove
-nothing."""
+nothing. So that they agree, ranks that are threads of one process take turns, and temporary files, `uuid` and sets of
+strings have the same names and order in each run."""
 
 
 def as_markdown(records: Sequence[Record], expectations: Expectations) -> str:
