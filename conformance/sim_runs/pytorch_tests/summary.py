@@ -118,7 +118,7 @@ def unordered_pairs(races: Iterable[FileRaces]) -> list[str]:
 
 
 def eager_differences(races: Iterable[FileRaces]) -> list[str]:
-    """Return a line for each file of which two eager runs differ: what each process read first."""
+    """Return a line for each file of which two eager runs differ, with the first difference of each process."""
     return [
         f"{PurePath(search.file).name}, {search.world} ranks: {'; '.join(search.eager_differences)}"
         for search in races

@@ -1,4 +1,4 @@
-"""Turns of ranks that are threads: each runs alone until it waits, whatever the operating system does."""
+"""Turns of ranks that are threads: each runs alone until it waits, in an order that no operating system changes."""
 
 import threading
 from collections.abc import Callable
