@@ -78,7 +78,7 @@ def take_turns(case: Any, groups: Any) -> None:
         type(self).turns = Turns(self.world_size)
         spawn(self)
 
-    def run_in_turns(cls: Any, test: str, rank: int, ranks: int, **options: Any) -> None:
+    def run_in_turns(cls: Any, /, test: str, rank: int, ranks: int, **options: Any) -> None:
         cls.turns.run(rank, lambda: run(cls, test, rank, ranks, **options))
 
     def barrier_in_turns(rank: int, store: Any, name: str, ranks: int, *limits: Any) -> None:
