@@ -67,7 +67,7 @@ from conformance.subjects.protocol import (
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
 from conformance.subjects.shims import used_shims
-from conformance.subjects.turning import distances_if_turned, with_whole_elements
+from conformance.subjects.turning import distances_if_turned, allowing_turns
 from conformance.subjects.turns import turns_of
 from reference_trainer.mesh import destroy_process_group
 
@@ -482,7 +482,7 @@ def _bf16(
     for step, (after, told) in enumerate(zip(exact.parameters, in_fp32, strict=True)):
         in_each = [run.parameters[step] for run in runs]
         errors = own_errors(in_each, after, exact.initial, in_fp32=told)
-        updates.append(with_whole_elements(errors, turned, in_each, after, exact.initial, told))
+        updates.append(allowing_turns(errors, turned, in_each, after, exact.initial, told))
     first = [{name: run.gradients[0][name] for name in exact.gradients[0]} for run in runs]
     loss_error = max(_relative(run.losses, exact.losses) for run in runs)
     return _Bf16(own_errors(first, exact.gradients[0], None), updates, loss_error, way.matmul_dtypes, kept)

@@ -25,7 +25,7 @@ _MORE_ELEMENTS = 2.0
 _EXCEEDED_WITH = 1e-4
 
 
-def with_whole_elements(
+def allowing_turns(
     errors: OwnErrors, turned: Tensors, runs: Sequence[Tensors], exact: Tensors, origin: Tensors, in_fp32: OwnErrors
 ) -> OwnErrors:
     """Return own errors of changes since the start, of which a bound allows as many elements to turn as may.

@@ -10,7 +10,7 @@ from conformance.subjects import classification, subject
 from conformance.subjects.evidence import BF16_FACTOR
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.reference import Trajectory
-from conformance.subjects.turning import allowed_turns, distances_if_turned, with_whole_elements
+from conformance.subjects.turning import allowed_turns, distances_if_turned, allowing_turns
 
 STEP = 1e-3
 """Length of each element's step."""
@@ -28,7 +28,7 @@ def with_turns(count: int) -> dict[str, Tensor]:
 
 
 def bound_of(name: str, *, turns: int, turned: dict[str, Tensor] = TURNED, in_fp32: OwnErrors = STEADY) -> float:
-    errors = with_whole_elements(IN_BF16, turned, [with_turns(turns)], EXACT, ORIGIN, in_fp32)
+    errors = allowing_turns(IN_BF16, turned, [with_turns(turns)], EXACT, ORIGIN, in_fp32)
     return BF16_FACTOR * errors.by_name[name]
 
 
