@@ -67,7 +67,7 @@ from conformance.subjects.protocol import (
 )
 from conformance.subjects.reference import Trajectory, own_errors, train
 from conformance.subjects.shims import used_shims
-from conformance.subjects.turning import distances_if_turned, allowing_turns
+from conformance.subjects.turning import allowing_turns, distances_if_turned
 from conformance.subjects.turns import turns_of
 from reference_trainer.mesh import destroy_process_group
 

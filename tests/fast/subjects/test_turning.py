@@ -10,7 +10,7 @@ from conformance.subjects import classification, subject
 from conformance.subjects.evidence import BF16_FACTOR
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.reference import Trajectory
-from conformance.subjects.turning import allowed_turns, distances_if_turned, allowing_turns
+from conformance.subjects.turning import allowed_turns, allowing_turns, distances_if_turned
 
 STEP = 1e-3
 """Length of each element's step."""
