@@ -320,6 +320,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     without gradients and dropout."""
     accumulation: int = 1
     """Micro-batches per optimizer step; a pipeline needs at least as many as it has ranks."""
+    passes: int = 1
+    """Forward passes, of a micro-batch each, before a backward of the sum of their losses; divides `accumulation`."""
     forward_prefetch: int = 0
     """Number of groups that a group prefetches in forward, before it computes. 0, FSDP's default: none; communication
     overlaps only where the CPU runs ahead of the device."""
@@ -327,7 +329,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Number of groups that a group prefetches in backward, in an explicit list. 0, FSDP's default: the next group, in
     the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
-    """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
+    """Micro-batches after whose backward gradients are reduced. `last`: only the last, until then every rank holds unsharded
     gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
     reduces after the last of its micro-batches: leave this field out."""
     frozen: tuple[Frozen, ...] = ()
@@ -349,7 +351,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # msgspec checks values of files, not those that Python gives.
         require(self.precision in PRECISIONS, f"precision is {self.precision}{allowed(self.precision, PRECISIONS)}")
-        require_each(self, "", "accumulation steps", at_least_one, "at least 1")
+        require_each(self, "", "accumulation passes steps", at_least_one, "at least 1")
         require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
         _check_compatibility(self)
@@ -375,6 +377,11 @@ def _check_compatibility(config: TrainerConfig) -> None:
     require(
         config.evaluation == "none" or (config.accumulation > 1 and config.mesh.pp == 1),
         f"evaluation {config.evaluation} needs accumulation of at least 2, and a mesh without a pipeline",
+    )
+    require(
+        config.accumulation % config.passes == 0 and (config.passes == 1 or config.mesh.pp == 1),
+        f"passes {config.passes} must divide accumulation, which is {config.accumulation}, and pipelines have schedules "
+        "of their own: use passes 1 with mesh.pp above 1",
     )
     require(
         config.gradient_divisor is None or positive(config.gradient_divisor),
@@ -517,6 +524,7 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "reshard": ("default", "never"),
     "offload": ("none",),
     "accumulation": (1,),
+    "passes": (1,),
     "evaluation": ("none",),
     "frozen": ((),),
     "activation_checkpointing": ("none",),

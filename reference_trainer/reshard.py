@@ -170,7 +170,8 @@ def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
 def _activation_bytes(config: TrainerConfig, dims: ParallelDims, compute_bytes: int) -> int:
     """Activations for backward: inputs of norms and products, and logits in fp32 with their gradient."""
     model = config.model
-    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
+    samples = config.data.global_batch_size // (dims.dp * config.accumulation) * config.passes
+    tokens = samples * config.data.seq_len
     key_value = model.n_kv_heads * model.head_dim
     all_of_layer = 8 * model.dim + 4 * key_value + 4 * model.ffn_dim
     kept = {"none": all_of_layer, "selective": all_of_layer // 2, "full": model.dim}[config.activation_checkpointing]

@@ -133,11 +133,12 @@ class Trainer:
             start = partial(self._start_of_backward, valid_tokens=valid_tokens)
             with self._loss_context():
                 return loss_sum + self._pipeline.run(micro_batches, start_of_backward=start, step=step)
+        waiting: list[Tensor] = []
         for index, (inputs, labels) in enumerate(micro_batches):
             if index and self.config.evaluation == "between-micro-batches":
                 self._evaluate(*micro_batches[index - 1], step=step)
             set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
-            loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
+            loss_sum += self._forward_backward(inputs, labels, waiting, valid_tokens=valid_tokens, step=step)
         return loss_sum
 
     @torch.no_grad()
@@ -150,10 +151,13 @@ class Trainer:
         self.model.train()
         return full_loss(loss_sum)
 
-    def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
+    def _forward_backward(
+        self, inputs: Tensor, labels: Tensor, waiting: list[Tensor], *, valid_tokens: int, step: int
+    ) -> Tensor:
         """Accumulate the gradient of the step's mean loss; returns the micro-batch's summed loss, a detached scalar.
 
-        `inputs` and `labels` are int64 of shape (samples, seq_len).
+        `inputs` and `labels` are int64 of shape (samples, seq_len). The loss joins those that are `waiting` for their
+        backward; the last of `passes` runs it, and empties the list.
         """
         with self._loss_context():
             self.observer.phase("forward", step=step)
@@ -161,8 +165,13 @@ class Trainer:
             loss_sum = self._summed_loss(logits, labels.to(self.device))
             if self.config.model.n_experts:
                 loss_sum = loss_sum + self.model.balance_loss()
-            self.observer.phase("backward", step=step)
-            torch.autograd.backward(self._start_of_backward(loss_sum, valid_tokens=valid_tokens))
+            waiting.append(loss_sum)
+            if len(waiting) == self.config.passes:
+                self.observer.phase("backward", step=step)
+                torch.autograd.backward(
+                    [self._start_of_backward(loss_sum, valid_tokens=valid_tokens) for loss_sum in waiting]
+                )
+                waiting.clear()
         return full_loss(loss_sum.detach())
 
     def _loss_context(self) -> AbstractContextManager[None]:

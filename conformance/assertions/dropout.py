@@ -60,11 +60,11 @@ def masks_of_rank(record: Record, rank: int, step: int, *, phase: str) -> dict[M
     """
     below = record.shards_below(f"step{step}/dropout/{phase}/", rank=rank)
     keys: dict[MaskKey, list[str]] = {}
-    for number, (micro_batch, layers) in enumerate(_passes(record, rank, step, phase=phase)):
+    for number, blocks in enumerate(_passes(record, rank, step, phase=phase)):
         # Backward recomputes the last block first, and each from its beginning.
-        for place, layer in enumerate(layers if phase == "forward" else reversed(layers)):
+        for place, key in enumerate(blocks if phase == "forward" else reversed(blocks)):
             calls = range(place * CALLS_PER_BLOCK, (place + 1) * CALLS_PER_BLOCK)
-            keys[micro_batch, layer] = [f"{number}/{call}" for call in calls]
+            keys[key] = [f"{number}/{call}" for call in calls]
     expected = {key for calls in keys.values() for key in calls}
     if below and below.keys() != expected:
         raise ConformanceFailure(
@@ -144,13 +144,15 @@ def _masks_by_place(record: Record, rank: int, step: int, *, phase: str) -> dict
     }
 
 
-def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[tuple[int, list[int]]]:
-    """Return micro-batch and layers of each forward, or each backward, of a rank in their order."""
+def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[list[MaskKey]]:
+    """Return the blocks of each forward, or each backward, of a rank in their order, as forward computes them."""
     config = record.cell.config
     if config.mesh.pp == 1:
-        return [(index, list(range(config.model.n_layers))) for index in range(config.accumulation)]
+        together = 1 if phase == "forward" else config.passes
+        starts, layers = range(0, config.accumulation, together), range(config.model.n_layers)
+        return [[*itertools.product(range(start, start + together), layers)] for start in starts]
     actions = [a for a in record.ranks[rank].stage_actions if a.step == step and a.action == phase]
-    return [(action.micro_batch, layers_of(action.stage, config)) for action in actions]
+    return [[(action.micro_batch, layer) for layer in layers_of(action.stage, config)] for action in actions]
 
 
 def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:

@@ -49,14 +49,14 @@ def reshard_skipped(benign: bool, original: Call, group: Any) -> None:
 )
 @instead_of("reference_trainer.train:Trainer", "_forward_backward")
 def stale_unsharded_weights(
-    benign: bool, original: Call, trainer: Trainer, inputs: Tensor, labels: Tensor, **kwargs: int
+    benign: bool, original: Call, trainer: Trainer, inputs: Tensor, *args: Any, **kwargs: int
 ) -> Any:
     """An evaluation before the step leaves a group unsharded: forward uses weights from before the step.
 
     The twin does not evaluate: even if every group is resharded afterwards, torch 2.13 gathers once more in the next
     step.
     """
-    loss = original(trainer, inputs, labels, **kwargs)
+    loss = original(trainer, inputs, *args, **kwargs)
     # An evaluation does not belong to the forward and backward that are judged.
     trainer.observer.phase("data", step=kwargs["step"])
     if not benign:

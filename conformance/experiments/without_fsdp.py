@@ -74,6 +74,7 @@ def segments_without_fsdp(
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):
         with ledger() as measured:
+            waiting: list[Tensor] = []
             for index, (inputs, labels) in enumerate(micro_batches):
                 if index and config.evaluation != "none":
                     _evaluate(model, config, *micro_batches[index - 1])
@@ -82,7 +83,7 @@ def segments_without_fsdp(
                 marks.releases = reduces or not gradients_stay(config, traits)
                 if traits.gradients_have_own_dtypes and config.implementation == "fsdp2":
                     set_grad_dtypes(model, config, reduces=reduces)
-                _forward_backward(model, marks, config, inputs, labels)
+                _forward_backward(model, marks, config, inputs, labels, waiting)
     return measured.segments
 
 
@@ -112,16 +113,27 @@ def _evaluate(model: Transformer, config: TrainerConfig, inputs: Tensor, labels:
 
 
 def _forward_backward(
-    model: Transformer, marks: GroupMarks, config: TrainerConfig, inputs: Tensor, labels: Tensor
+    model: Transformer,
+    marks: GroupMarks,
+    config: TrainerConfig,
+    inputs: Tensor,
+    labels: Tensor,
+    waiting: list[Tensor],
 ) -> None:
-    """Run forward and backward of a micro-batch; logits and loss are held until backward ends, as in the trainer."""
+    """Run forward of a micro-batch, and backward if it is the last of several passes.
+
+    Its logits and all losses are held until backward ends, as in the trainer.
+    """
     device = model.output.weight.device
     mark("forward")
     with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
         logits = model(inputs.to(device))
-        loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
+        waiting.append(summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic))
+        if len(waiting) < config.passes:
+            return
         mark("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(waiting)
+        waiting.clear()
     marks.finish_backward()
     mark("end")
 

@@ -29,7 +29,13 @@ from conformance.oracles.expert_routing import share_load
 from conformance.oracles.frozen import is_trained
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
-from conformance.oracles.schedule import gradient_sync
+from conformance.oracles.schedule import (
+    backward_count,
+    gradient_sync,
+    group_of,
+    leaves_in_backward,
+    reduces_earlier,
+)
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
@@ -38,7 +44,10 @@ from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
 
 Observe = Callable[[Transformer, int, int, int], AbstractContextManager[object]]
-"""Function of the model, a data-parallel rank, a micro-batch, and the place of the latter in the order of backward."""
+"""Function of the model, a data-parallel rank, a micro-batch, and the place of the latter in the order of backward.
+
+With several forward passes before each backward it is called once for all of these, whose number takes the place of
+that of the micro-batch."""
 
 
 def unobserved(*_arguments: object) -> AbstractContextManager[object]:
@@ -167,21 +176,25 @@ def _local_gradients(
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
-    """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank.
+    """Summed loss of a batch, and the gradients of `scale` times it by backward and data-parallel rank.
 
-    Micro-batches come in the order in which their gradients are added up. `drop` sets the masks of the next forward.
+    Backwards come in the order in which their gradients are added up. `drop` sets the masks of the next forward.
     """
-    loss, gradients = 0.0, []
-    for place, index in enumerate(backward_order(config)):
+    loss, gradients, order = 0.0, [], backward_order(config)
+    for place in range(backward_count(config)):
         _set_grad_dtypes(config, parameters, place)
+        together = order[place * config.passes : (place + 1) * config.passes]
         ranks = []
         for rank in range(_data_parallel_size(config)):
-            drop(_micro_batch(config, masks, rank, index))
-            inputs, labels = _micro_batch(config, batch, rank, index)
-            with observed(rank, index, place):
-                loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
-            loss += loss_sum
-            ranks.append(grads)
+            with observed(rank, together[0] // config.passes, place):
+                losses = []
+                for index in together:
+                    drop(_micro_batch(config, masks, rank, index))
+                    inputs, labels = _micro_batch(config, batch, rank, index)
+                    losses.append(loss_of((inputs, labels)))
+                grads = torch.autograd.grad([loss_sum * scale for loss_sum in losses], list(parameters.values()))
+            loss += sum(float(loss_sum.detach()) for loss_sum in losses)
+            ranks.append(dict(zip(parameters, grads, strict=True)))
         gradients.append(ranks)
     return loss, gradients
 
@@ -241,7 +254,7 @@ def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
     None leaves gradients as they are computed, so that a norm's stay in fp32; but FSDPParamGroup lets autograd cast the
     first of several gradients that are added up (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
-    is_only_kept = gradient_sync(config) == "last" and place == 0 and config.accumulation > 1
+    is_only_kept = gradient_sync(config) == "last" and place == 0 and backward_count(config) > 1
     return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
 
 
@@ -317,15 +330,6 @@ def _share_load(
     share_load(model, tokens, lambda rank: drop(_micro_batch(config, masks, rank, 0)))
 
 
-def _backward(
-    parameters: Tensors, loss_of: Callable[[Batch], Tensor], batch: Batch, *, scale: float
-) -> tuple[float, Tensors]:
-    """Summed loss, and the gradients of `scale` times it in the dtype of computation."""
-    loss_sum = loss_of(batch)
-    grads = torch.autograd.grad(loss_sum * scale, list(parameters.values()))
-    return float(loss_sum.detach()), dict(zip(parameters, grads, strict=True))
-
-
 def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, index: int) -> list[Tensor]:
     """Consecutive samples belong to a rank, and within it to a micro-batch."""
     return [t.chunk(_data_parallel_size(config))[rank].chunk(config.accumulation)[index] for t in batch]
@@ -334,27 +338,43 @@ def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, inde
 def _reduce_scatter_inputs(
     config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Collection[str], ring: Ring
 ) -> list[list[Tensors]]:
-    """Inputs of each reduce-scatter, by round and rank, from the gradients by micro-batch and rank.
+    """Inputs of each reduce-scatter, by round and rank, from the gradients by backward and rank.
 
     The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins;
     gradients of postponed reductions are first added up by each rank, in the dtype of the reduce-scatter.
     """
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
     if gradient_sync(config) == "last":
-        by_rank = zip(*gradients, strict=True)
-        totals = [_added_up(config, grads, on_the_wire) for grads in by_rank]
-        return [[_summed_over_copies(total, copied, ring) for total in totals]]
+        by_rank = [
+            [_added_up(config, grads, on_the_wire) for grads in _rounds(config, gradients_of_rank)]
+            for gradients_of_rank in zip(*gradients, strict=True)
+        ]
+        return [[_summed_over_copies(total, copied, ring) for total in totals] for totals in zip(*by_rank, strict=True)]
     return [[_to(_summed_over_copies(grads, copied, ring), on_the_wire) for grads in ranks] for ranks in gradients]
+
+
+def _rounds(config: TrainerConfig, gradients: Sequence[Tensors]) -> list[Sequence[Tensors]]:
+    """Gradients, or sums, by backward that are reduced together, by round; see `schedule.reduces_earlier`."""
+    if not reduces_earlier(config):
+        return [gradients]
+    names = {name: group_of(name.partition("@")[0], config) for name in gradients[0]}
+    groups = set(names.values())
+    earlier = {name for name, group in names.items() if leaves_in_backward(group, config, groups)}
+    last = [{name: grad for name, grad in each.items() if name not in earlier} for each in gradients[:-1]]
+    return [
+        [{name: each[name] for name in names if name in earlier} for each in gradients[:-1]],
+        [*last, gradients[-1]],
+    ]
 
 
 def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
     """Sum over micro-batches in `dtype`; gradients in another one are first added up in that one, without a cast."""
     total: Tensors = {}
-    for name in gradients[0]:
-        terms = [grads[name] for grads in gradients]
+    for name in gradients[-1]:
+        terms = [grads[name] for grads in gradients if name in grads]
         if terms[0].dtype != dtype:
             remaining = iter(terms)
-            terms = [reduce(add, islice(remaining, n)).to(dtype) for n in added_up_at_once(name, config)]
+            terms = [reduce(add, islice(remaining, n)).to(dtype) for n in added_up_at_once(name, config)[: len(terms)]]
         total[name] = reduce(add, terms)
     return total
 
@@ -362,7 +382,7 @@ def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.
 def _summed_over_copies(gradients: Tensors, copied: Collection[str], ring: Ring) -> Tensors:
     """Result of the all-reduce of tensor-parallel ranks."""
     summed = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
-    for name in copied:
+    for name in {key.partition("@")[0] for key in gradients}.intersection(copied):
         copies = [grad for key, grad in gradients.items() if key.partition("@")[0] == name]
         summed[name] = ring_sum(copies, dim=None, ring=ring)
     return summed
@@ -387,7 +407,8 @@ def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> list
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
     sums = [[_quotients(replica, between) for replica in replicas] for replicas in sums]
     if gradient_sync(config) == "all-reduce-last":
-        sums = [[_sum(replica) for replica in zip(*sums, strict=True)]]
+        rounds_of_replica = [_rounds(config, replica) for replica in zip(*sums, strict=True)]
+        sums = [[_sum(each) for each in together] for together in zip(*rounds_of_replica, strict=True)]
     return [_quotients(_sum(replicas), after) for replicas in sums]
 
 
@@ -422,7 +443,9 @@ def _quotients(tensors: Tensors, divisor: float) -> Tensors:
 
 
 def _sum(terms: Sequence[Tensors]) -> Tensors:
-    return {name: reduce(add, (tensors[name] for tensors in terms)) for name in terms[0]}
+    """Sum of the terms of each name; not all have all names."""
+    names = dict.fromkeys(name for tensors in terms for name in tensors)
+    return {name: reduce(add, (tensors[name] for tensors in terms if name in tensors)) for name in names}
 
 
 def _to(tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -43,6 +43,7 @@ from conformance.oracles.schedule import (
     group_of,
     groups,
     has_shards_of_columns,
+    last_place,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
@@ -64,6 +65,8 @@ class Root(msgspec.Struct):
     """Group that forward leaves last: an outer group is left after its inner groups."""
     left: list[str] = []
     """Groups in the order in which forward has left them, and an evaluation before."""
+    in_backward: set[str] = set()
+    """Groups that a backward has entered and not left."""
     copied_out: str = ""
     """Output of the all-gather that the last group in forward has copied out."""
 
@@ -358,10 +361,22 @@ class Walk:
         self._copy_out(group)
         self._free(f"A {group}")
         listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
-        for other in listed or prefetched_in_backward(group, self._root_of(group).left, 1):
+        for other in listed or self._recorded_before(group):
             self._unshard(other)
+        self._root_of(group).in_backward.add(group)
+
+    def _recorded_before(self, group: str) -> list[str]:
+        """Return the group that is prefetched by the recorded order, once until backward leaves the group."""
+        root = self._root_of(group)
+        if group in root.in_backward:
+            return []
+        recorded = prefetched_in_backward(group, root.left, 1)
+        if not self._is_stage:
+            root.left[last_place(group, root.left)] = ""  # the backward of an earlier forward takes an earlier place
+        return [name for name in recorded if name]
 
     def _after_backward(self, group: str) -> None:
+        self._root_of(group).in_backward.discard(group)
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
         if f"L {group}" in self._held:
             self._add_up(group)
@@ -374,7 +389,8 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
-        if not self._trained[group]:
+        # Gradients of several forward passes are complete when backward is through the first of these.
+        if not self._trained[group] or not (self._held["B"] or f"L {group}" in self._held):
             self._free("B")
             return
         self._put_columns_together(group)

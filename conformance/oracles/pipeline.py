@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Event, entered, entered_backward, groups, kept_after_forward
+from conformance.oracles.schedule import Event, backward_count, entered, entered_backward, groups, kept_after_forward
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -187,7 +187,7 @@ def added_up_at_once(parameter: str, config: TrainerConfig) -> list[int]:
     """
     stage = _stage_of(parameter, config)
     if config.mesh.pp == 1 or config.pipeline.schedule not in _SPLIT or not stage:
-        return [1] * config.accumulation
+        return [1] * backward_count(config)
     counts = [0]
     for action in order(config, rank=owners(config)[stage]):
         if action.stage == stage and action.kind == "backward-input":

@@ -272,6 +272,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         activation_checkpointing="none",
         compile="none",
         accumulation=1,
+        passes=1,
         gradient_sync="each",
         evaluation="none",
         shard_placement="rows",

@@ -7,7 +7,7 @@ post-backward); the public contract is in the docstrings of `fully_shard` and `F
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -122,8 +122,13 @@ def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[
 
     Backward enters groups in the reverse of the order in which forward has `left` them, for the last time.
     """
-    index = len(left) - 1 - left[::-1].index(group)
+    index = last_place(group, left)
     return list(reversed(left[max(0, index - count) : index]))
+
+
+def last_place(group: str, left: Sequence[str]) -> int:
+    """Return the index of a group in the order in which forward has left them, for the last time."""
+    return len(left) - 1 - left[::-1].index(group)
 
 
 def chunk_size(size: int, ranks: int, rank: int) -> int:
@@ -229,6 +234,32 @@ def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
     return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[gradient_sync(config)]
 
 
+def backward_count(config: TrainerConfig) -> int:
+    """Return the number of backward passes of a step."""
+    return config.accumulation // config.passes
+
+
+def leaves_in_backward(group: str, config: TrainerConfig, trained_groups: Collection[str]) -> bool:
+    """Return whether FSDP leaves a group in the midst of a backward, when the gradient of the group's input is there.
+
+    Without parameters that train before the group its input has none, and only the end of the backward leaves it.
+    """
+    order = entered(groups(config))
+    return any(before in trained_groups for before in order[: order.index(group)])
+
+
+def reduces_earlier(config: TrainerConfig) -> bool:
+    """Return whether the last backward of a step reduces the gradients that wait before its own are complete.
+
+    FSDP leaves a group once for each forward pass. The first time it finds the gradients of earlier backwards, which
+    wait for a reduction, and reduces them, although those of this backward come when all passes are through
+    (findings/passes_reduce_twice.py). From 2.15 on it then reduces also what waits for the all-reduce alone.
+    """
+    sync = gradient_sync(config)
+    waits = sync == "last" or (sync == "all-reduce-last" and traits_of(str(torch.__version__)).reduces_partial_sums_alone)
+    return waits and config.passes > 1 and backward_count(config) > 1
+
+
 def reduced_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of the gradients of each group, without groups that are frozen."""
     return shard_numels(trained(shapes, config), config, shards=shards)
@@ -244,8 +275,7 @@ def fsdp_events(
     exceptions see `VersionTraits.one_rank_gathers`.
     """
     schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
-    for micro_batch in range(config.accumulation):
-        schedule.run(micro_batch)
+    schedule.run()
     return schedule.events
 
 
@@ -254,8 +284,7 @@ def fsdp_groups(
 ) -> list[str]:
     """Return the group of each collective of `fsdp_events`, in the same order."""
     schedule = _Schedule(config, dims, numels, numels if reduced is None else reduced)
-    for micro_batch in range(config.accumulation):
-        schedule.run(micro_batch)
+    schedule.run()
     return schedule.names
 
 
@@ -286,17 +315,28 @@ class _Schedule:
         """Groups in the order in which forward left them."""
         self._recomputed: list[str] = []
         """Groups in the order in which recomputed forwards left them, see `VersionTraits.recomputation_reshards`."""
+        self._in_backward: set[str] = set()
+        """Groups that a backward has entered and not left."""
+        self._waiting: set[str] = set()
+        """Groups with gradients of earlier backwards that wait for a reduction."""
         self._during = ""
 
-    def run(self, micro_batch: int) -> None:
+    def run(self) -> None:
+        for micro_batch in range(self._config.accumulation):
+            if micro_batch and self._config.evaluation != "none":
+                self._forward(groups(self._config), "evaluate")
+            self._forward(groups(self._config), "forward")
+            self._during = ""
+            if (micro_batch + 1) % self._config.passes == 0:
+                self._backward_of_passes(*communicates(self._config, micro_batch))
+
+    def _backward_of_passes(self, reduce_scatter: bool, all_reduce: bool) -> None:
+        """Walk back through all forward passes, the last one first; gradients are complete in that of the first."""
+        for number in reversed(range(self._config.passes)):
+            self._backward(groups(self._config), reduce_scatter, all_reduce, is_complete=number == 0)
+        self._unsharded.clear()  # groups prefetched after their backward are freed
         self._left.clear()
         self._recomputed.clear()
-        if micro_batch and self._config.evaluation != "none":
-            self._forward(groups(self._config), "evaluate")
-        self._forward(groups(self._config), "forward")
-        self._during = ""
-        self._backward(groups(self._config), *communicates(self._config, micro_batch))
-        self._unsharded.clear()  # groups prefetched after their backward are freed
 
     def _forward(self, among: Sequence[Group], phase: str) -> None:
         for group in among:
@@ -316,20 +356,35 @@ class _Schedule:
         if ranks > 1:
             self._smaller[group] = ranks
 
-    def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
+    def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool, *, is_complete: bool) -> None:
         for group in reversed(among):
-            self._gather("backward", group.name)
-            for name in self._prefetched_in_backward(group.name):
-                self._gather("backward", name)
+            self._enter_backward(group.name)
             if _is_recomputed(group.name, self._config) and self._traits.recomputation_reshards:
                 self._recompute(group.inner)
-            self._backward(group.inner, reduce_scatter, all_reduce)
+            self._backward(group.inner, reduce_scatter, all_reduce, is_complete=is_complete)
+            if not is_complete and not leaves_in_backward(group.name, self._config, self._reduced):
+                continue
             # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
             self._unsharded.discard(group.name)
-            if reduce_scatter:
-                self._issue("backward", "reduce_scatter", group.name)
-            if all_reduce:
-                self._issue("backward", "all_reduce", group.name)
+            self._in_backward.discard(group.name)
+            if is_complete or group.name in self._waiting:
+                self._reduce(group.name, reduce_scatter, all_reduce)
+
+    def _enter_backward(self, group: str) -> None:
+        """Gather a group and prefetch others; those of the recorded order once, until backward leaves the group."""
+        if group not in self._in_backward or self._config.backward_prefetch:
+            self._gather("backward", group)
+            for name in self._prefetched_in_backward(group):
+                self._gather("backward", name)
+        self._in_backward.add(group)
+
+    def _reduce(self, group: str, reduce_scatter: bool, all_reduce: bool) -> None:
+        if reduce_scatter:
+            self._issue("backward", "reduce_scatter", group)
+        if all_reduce:
+            self._issue("backward", "all_reduce", group)
+        waits = not reduce_scatter or (not all_reduce and self._traits.reduces_partial_sums_alone)
+        (self._waiting.add if waits else self._waiting.discard)(group)
 
     def _recompute(self, inner: Sequence[Group]) -> None:
         for group in inner:
@@ -343,7 +398,12 @@ class _Schedule:
         That has the forwards of an evaluation as well: backward ends with a group that they left last.
         """
         listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
-        return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
+        if listed or group in self._in_backward:
+            return listed
+        recorded = prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
+        if group in self._left:
+            self._left[last_place(group, self._left)] = ""  # the backward of an earlier forward takes an earlier place
+        return [name for name in recorded if name]
 
     def _gather(self, phase: str, group: str) -> None:
         if group not in self._unsharded:

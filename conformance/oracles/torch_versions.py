@@ -90,6 +90,12 @@ class VersionTraits(msgspec.Struct, frozen=True):
     Up to 2.11. Source: `summed_grad` in `stage_backward_weight` of torch/distributed/pipelining/_backward.py.
     """
 
+    reduces_partial_sums_alone: bool = False
+    """True if FSDP reduces zeros with sums that wait for the all-reduce when it leaves a group without gradients.
+
+    From 2.15 on, for groups that a forward has not used. It also leaves a group without gradients where a backward has
+    yet to come to other forward passes. Source: `FSDPParamGroup._get_unsharded_grad_to_reduce`.
+    """
     uneven_gathers_are_views: bool = False
     """True if a tensor that DTensor gathers from uneven shards is a view of the padded memory that was gathered.
 
@@ -107,6 +113,7 @@ FROM_2_15 = VersionTraits(
     previous_gather_until_copied=False,
     last_gradient_until_reduced=False,
     gradients_have_own_dtypes=True,
+    reduces_partial_sums_alone=True,
     stages_finalize_backward=True,
     stages_pool_buffers=True,
     halves_keep_gradients=False,

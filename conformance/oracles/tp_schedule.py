@@ -24,7 +24,16 @@ from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
-from conformance.oracles.schedule import Event, Kind, Shapes, chunk_size, communicates, gradient_sync
+from conformance.oracles.schedule import (
+    Event,
+    Kind,
+    Shapes,
+    chunk_size,
+    communicates,
+    gradient_sync,
+    reduces_earlier,
+    spans_model,
+)
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -110,12 +119,21 @@ class _Traffic:
         if micro_batch and self._config.evaluation != "none":
             self._forward("evaluate", layers=len(layers), first=first, last=last)
         self._forward("forward", layers=len(layers), first=first, last=last)
+        if (micro_batch + 1) % self._config.passes:
+            return
+        for number in reversed(range(self._config.passes)):
+            self._backward(micro_batch, layers, first=first, last=last, is_complete=number == 0)
+
+    def _backward(self, micro_batch: int, layers: Sequence[int], *, first: bool, last: bool, is_complete: bool) -> None:
+        """Walk back through one forward pass; gradients are complete in that of the first of several passes."""
         if last:
             self._enter_backward()
-            self._replicated_gradients(self._trained_norms("norm."), micro_batch)
+            spans = spans_model(self._config)
+            self._replicated_gradients(self._trained_norms("norm."), micro_batch, is_complete, left_once=spans)
         for layer in reversed(layers):
             self._block_backward()
-            self._replicated_gradients(self._trained_norms("layers.0.", f"layers.{layer}."), micro_batch)
+            norms = self._trained_norms("layers.0.", f"layers.{layer}.")
+            self._replicated_gradients(norms, micro_batch, is_complete)
         if first and is_trained("tok_embeddings.weight", self._config):
             self._leave_backward()
 
@@ -184,7 +202,9 @@ class _Traffic:
         else:
             self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
-    def _replicated_gradients(self, norms: Sequence[int], micro_batch: int) -> None:
+    def _replicated_gradients(
+        self, norms: Sequence[int], micro_batch: int, is_complete: bool, *, left_once: bool = False
+    ) -> None:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
 
         Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
@@ -195,9 +215,11 @@ class _Traffic:
         and is complete on every rank.
         """
         reduces, _ = communicates(self._config, micro_batch)
-        if not self._config.sequence_parallel or not reduces:
+        earlier = reduces_earlier(self._config) and gradient_sync(self._config) == "last" and not left_once
+        if not self._config.sequence_parallel or not reduces or not (is_complete or earlier):
             return
-        accumulated = gradient_sync(self._config) == "last" and micro_batch > 0
+        waits = gradient_sync(self._config) == "last" and micro_batch >= self._config.passes
+        accumulated = waits and not (earlier and is_complete)
         wide = accumulated or traits_of(str(torch.__version__)).gradients_have_own_dtypes
         dtype = self._policy.reduce if wide else self._policy.compute
         for numel in norms:

@@ -108,6 +108,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """True if clipping works on lists of tensors (`foreach`), False if on one tensor after the other."""
     accumulation: Literal[1, 2, 4, 8] = 1
     """Number of micro-batches per step."""
+    passes: Literal[1, 2] = 1
+    """Number of micro-batches whose forward passes come before a backward of the sum of their losses."""
     pipeline: Literal[
         "1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"
     ] = "1f1b"
@@ -257,6 +259,7 @@ _PREFIXES = {
     "clip": "clip",
     "norm_type": "norm",
     "accumulation": "acc",
+    "passes": "passes",
     "forward_prefetch": "fpre",
     "backward_prefetch": "bpre",
     "gradient_sync": "sync",
@@ -460,6 +463,14 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     yield (
         cell.accumulation > 1 or cell.gradient_sync == "each",
         f"gradient_sync {cell.gradient_sync} needs accumulation",
+    )
+    yield (
+        cell.accumulation % cell.passes == 0 and (cell.passes == 1 or mesh.pp == 1),
+        f"passes {cell.passes} must divide the number of micro-batches, which pass through no pipeline",
+    )
+    yield (
+        cell.accumulation > cell.passes or cell.passes == 1 or cell.gradient_sync == "each",
+        f"gradient_sync {cell.gradient_sync} needs several backwards",
     )
     yield (
         cell.evaluation == "none" or (cell.accumulation > 1 and mesh.pp == 1),

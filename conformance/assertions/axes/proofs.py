@@ -6,6 +6,7 @@ never from the configuration: a value that the trainer ignores leaves equal reco
 """
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import msgspec
 
@@ -26,6 +27,7 @@ from conformance.assertions.axes.effects import (
     same,
     tf32_takes_effect,
 )
+from conformance.instruments.facts import RankFacts
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
@@ -52,7 +54,8 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
     },
     "precision": {"loss_scale": "fits"},
     "steps": {"loss_scale": "fits", "frozen": "none"},
-    "accumulation": {"gradient_sync": "each", "evaluation": "none"},
+    "accumulation": {"passes": 1, "gradient_sync": "each", "evaluation": "none"},
+    "gradient_sync": {"passes": 1},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -261,6 +264,23 @@ def _accumulation(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
 
 
+def _passes(record: Record, neighbour: Record) -> None:
+    for run in (record, neighbour):
+        expected = run.cell.accumulation // run.cell.passes
+        counts = {
+            (facts.rank, step): sum(phase == "backward" for phase, _ in groupby(_phases_of_model(facts, step)))
+            for facts in run.ranks
+            for step in run.steps
+        }
+        wrong = {at: count for at, count in counts.items() if count != expected}
+        expect(not wrong, f"{run.cell.id}: backwards by rank and step {wrong}, not {expected}")
+
+
+def _phases_of_model(facts: RankFacts, step: int) -> list[str]:
+    """Return the phase of each collective of a step's forwards and backwards."""
+    return [e.phase for e in facts.collectives if e.step == step and e.phase in ("forward", "backward")]
+
+
 def _gradient_sync(record: Record, neighbour: Record) -> None:
     micro_batches = record.cell.accumulation
     expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
@@ -429,6 +449,7 @@ PROOFS: dict[str, Proof] = {
     "norm_type": _norm_type,
     "foreach_clip": _foreach_clip,
     "accumulation": _accumulation,
+    "passes": _passes,
     "pipeline": _pipeline,
     "forward_prefetch": forward_prefetch_takes_effect,
     "backward_prefetch": backward_prefetch_takes_effect,

@@ -188,7 +188,12 @@ def _with_one_batch(cell: Cell) -> Cell:
     """Return the cell without micro-batches, and so without a pipeline."""
     mesh = msgspec.structs.replace(Mesh.parse(cell.mesh), pp=1)
     return cell.but(
-        mesh=mesh.name, accumulation=1, gradient_sync="each", evaluation="none", pipeline=axis_default("pipeline")
+        mesh=mesh.name,
+        accumulation=1,
+        passes=1,
+        gradient_sync="each",
+        evaluation="none",
+        pipeline=axis_default("pipeline"),
     )
 
 
