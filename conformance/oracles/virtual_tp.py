@@ -5,7 +5,7 @@ rows of the embedding. Ranks exchange a copy whose gradients are summed, or a su
 operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -121,14 +121,17 @@ class TensorParallelForward:
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
         copies = _copies(x, self._tp, self._dim, self._ring)
+        # Views, for autograd to add up the ranks' terms of a bias first, and then those of several forward passes.
+        parameters = {name: p.view_as(p) if p.ndim == 1 else p for name, p in module.named_parameters()}
         ranks = range(self._tp)
-        outputs = [functional_call(module, self._parameters(module, rank), (copies[rank], *others)) for rank in ranks]
+        local = [self._parameters(parameters, rank) for rank in ranks]
+        outputs = [functional_call(module, local[rank], (copies[rank], *others)) for rank in ranks]
         return _sum(outputs, self._dim, self._ring)
 
-    def _parameters(self, module: nn.Module, rank: int) -> dict[str, Tensor]:
+    def _parameters(self, full: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Weights of one rank. A row-wise bias belongs to the sum: each rank adds a share of it."""
         local = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in full.items():
             row_wise = name.split(".")[0] in _ROW_WISE
             if row_wise and parameter.ndim == 1:
                 local[name] = parameter / self._tp

@@ -124,6 +124,30 @@ def test_where_gradients_are_added_up_shows_in_bf16() -> None:
     assert not any(map(torch.equal, (each, last, each), (last, all_reduce_last, all_reduce_last)))
 
 
+def test_gradients_of_several_passes_are_added_up_in_the_dtype_of_computation() -> None:
+    """One backward adds them up as it computes them; gradients of two backwards are added up when they are reduced."""
+    two = changed(CONFIG, accumulation=2)
+    for precision, is_equal in (("fp32", True), ("bf16-mp", False)):
+        apart, together = (
+            emulated_step(changed(two, precision=precision, passes=passes), weights(), step=0) for passes in (1, 2)
+        )
+        assert together.loss == apart.loss
+        assert deviation(together.gradients, apart.gradients) < 2.0**-6
+        equal = [torch.equal(together.gradients[name], apart.gradients[name]) for name in apart.gradients]
+        assert all(equal) == is_equal
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-reduce"])
+def test_gradients_that_wait_are_reduced_before_those_of_the_last_passes(precision: str) -> None:
+    mesh, emulated = MeshConfig(dp_shard=2), {}
+    for sync in ("each", "last"):
+        config = changed(CONFIG, mesh=mesh, precision=precision, accumulation=4, passes=2, gradient_sync=sync)
+        emulated[sync] = emulated_step(config, weights(), step=0).gradients
+    names = [name for name, each in emulated["each"].items() if not torch.equal(each, emulated["last"][name])]
+    # Two backwards are two reductions in either mode, but for the embedding, which is left once.
+    assert names == ["tok_embeddings.weight"]
+
+
 @pytest.mark.parametrize("precision", ["bf16-mp", "bf16-reduce"])
 def test_gradients_of_copies_are_summed_when_they_are_reduced(precision: str) -> None:
     """After each micro-batch in the dtype of computation, or once, when each rank has added up its own gradients."""

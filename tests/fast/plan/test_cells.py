@@ -232,6 +232,7 @@ AXES_OF_RUNS = ("record_streams", "expandable_segments", "saved_on", "saving", "
 NEEDED: dict[str, dict[str, Any]] = {
     "loss_scale": {"precision": "fp16-mp", "steps": 8},
     "reshard": {"mesh": "dp4"},
+    "passes": {"accumulation": 2},
     "evaluation": {"accumulation": 2},
     "gradient_sync": {"mesh": "hsdp2x2", "accumulation": 2},
     "sequence_parallel": {"mesh": "tp2"},
