@@ -349,7 +349,8 @@ def _reduce_scatter_inputs(
             [_added_up(config, grads, on_the_wire) for grads in _rounds(config, gradients_of_rank)]
             for gradients_of_rank in zip(*gradients, strict=True)
         ]
-        return [[_summed_over_copies(total, copied, ring) for total in totals] for totals in zip(*by_rank, strict=True)]
+        rounds = zip(*by_rank, strict=True)
+        return [[_to(_summed_over_copies(total, copied, ring), on_the_wire) for total in totals] for totals in rounds]
     return [[_to(_summed_over_copies(grads, copied, ring), on_the_wire) for grads in ranks] for ranks in gradients]
 
 
@@ -368,11 +369,15 @@ def _rounds(config: TrainerConfig, gradients: Sequence[Tensors]) -> list[Sequenc
 
 
 def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
-    """Sum over micro-batches in `dtype`; gradients in another one are first added up in that one, without a cast."""
+    """Sum over micro-batches in `dtype`; gradients in another one are first added up in that one, without a cast.
+
+    Gradients that have not waited, those of the last backward alone, are not cast.
+    """
     total: Tensors = {}
     for name in gradients[-1]:
         terms = [grads[name] for grads in gradients if name in grads]
-        if terms[0].dtype != dtype:
+        has_waited = len(terms) > 1 or len(gradients) == 1
+        if terms[0].dtype != dtype and has_waited:
             remaining = iter(terms)
             terms = [reduce(add, islice(remaining, n)).to(dtype) for n in added_up_at_once(name, config)[: len(terms)]]
         total[name] = reduce(add, terms)

@@ -64,7 +64,7 @@ class _Fsdp1Walk(Walk):
 
     def _backward(self, group: str) -> None:
         self._unshard(group)
-        left = self._roots[0].left
+        left = self._roots[0].order.left
         previous = left.index(group) - 1
         if previous >= 0:
             self._unshard(left[previous])

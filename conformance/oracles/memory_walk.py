@@ -26,6 +26,7 @@ the last ranks (`_init_sharded_param` of torch/distributed/fsdp/_fully_shard/_fs
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -37,13 +38,14 @@ from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
+    ForwardOrder,
     Shapes,
     chunk_size,
     communicates,
     group_of,
     groups,
     has_shards_of_columns,
-    last_place,
+    leaves_in_backward,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
@@ -63,8 +65,8 @@ class Root(msgspec.Struct):
     """Groups in the order in which forward enters them; none for a stage of another rank."""
     last: str = ""
     """Group that forward leaves last: an outer group is left after its inner groups."""
-    left: list[str] = []
-    """Groups in the order in which forward has left them, and an evaluation before."""
+    order: ForwardOrder = msgspec.field(default_factory=ForwardOrder)
+    """Order in which forwards have left the groups, with those of an evaluation before."""
     in_backward: set[str] = set()
     """Groups that a backward has entered and not left."""
     copied_out: str = ""
@@ -72,9 +74,9 @@ class Root(msgspec.Struct):
 
     def leave(self, group: str, *, is_stage: bool = False) -> None:
         """Note that forward has left a group; one that a stage had left before begins another forward."""
-        if is_stage and group in self.left:
-            self.left.clear()
-        self.left.append(group)
+        if is_stage and group in self.order.left:
+            self.order.clear()
+        self.order.leave(group)
 
 
 def roots(config: TrainerConfig, held: Collection[str]) -> list[Root]:
@@ -207,6 +209,8 @@ class Walk:
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
         self._reduces = self._all_reduces = True
+        self._passed = Counter[str]()
+        """Number of forward passes of a backward that it has walked back through, by group."""
 
     # Accounts
 
@@ -368,15 +372,11 @@ class Walk:
     def _recorded_before(self, group: str) -> list[str]:
         """Return the group that is prefetched by the recorded order, once until backward leaves the group."""
         root = self._root_of(group)
-        if group in root.in_backward:
-            return []
-        recorded = prefetched_in_backward(group, root.left, 1)
-        if not self._is_stage:
-            root.left[last_place(group, root.left)] = ""  # the backward of an earlier forward takes an earlier place
-        return [name for name in recorded if name]
+        return [] if group in root.in_backward else root.order.take(group, keeps=self._is_stage)
 
     def _after_backward(self, group: str) -> None:
         self._root_of(group).in_backward.discard(group)
+        is_complete = self._is_complete(group)
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
         if f"L {group}" in self._held:
             self._add_up(group)
@@ -389,8 +389,8 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
-        # Gradients of several forward passes are complete when backward is through the first of these.
-        if not self._trained[group] or not (self._held["B"] or f"L {group}" in self._held):
+        waits = not is_complete and not self._held["B"] and f"L {group}" not in self._held
+        if waits or not self._trained[group]:
             self._free("B")
             return
         self._put_columns_together(group)
@@ -403,6 +403,15 @@ class Walk:
         self._reduce_gradients(group)
         self._free("last gradient")
         self._free("cut")
+
+    def _is_complete(self, group: str) -> bool:
+        """Return whether backward, which leaves a group, has walked back through all passes of it."""
+        self._passed[group] += 1
+        trained = [name for name, parameters in self._trained.items() if parameters]
+        is_complete = self._passed[group] == self._config.passes or not leaves_in_backward(group, self._config, trained)
+        if is_complete:
+            self._passed[group] = 0
+        return is_complete
 
     def _put_columns_together(self, group: str) -> None:
         """Copy the gradient of each parameter that is sharded by columns, so that each rank's part is contiguous.
@@ -495,7 +504,7 @@ class Walk:
             self._reduces = self._all_reduces = False
         else:
             for root in self._roots:
-                root.left.clear()
+                root.order.clear()
             # Of a group that was prefetched after its backward, since an evaluation had left it before.
             self._free_all([name for name in self._held if name.startswith("A ")])
         self._free_all([name for name in self._held if name.startswith(("I ", "O "))])

@@ -120,15 +120,37 @@ def prefetched_in_forward(group: str, config: TrainerConfig) -> list[str]:
 def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[str]:
     """Return the groups that are prefetched, unless they are unsharded already, when backward has entered a group.
 
-    Backward enters groups in the reverse of the order in which forward has `left` them, for the last time.
+    Backward enters groups in the reverse of the order in which forward has `left` them.
     """
-    index = last_place(group, left)
+    index = left.index(group)
     return list(reversed(left[max(0, index - count) : index]))
 
 
-def last_place(group: str, left: Sequence[str]) -> int:
-    """Return the index of a group in the order in which forward has left them, for the last time."""
-    return len(left) - 1 - left[::-1].index(group)
+class ForwardOrder:
+    """Order in which forwards have left groups; each backward through a group takes the group's last place in it."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+        """Groups, once for each forward."""
+        self._places: dict[str, list[int]] = {}
+
+    def leave(self, group: str) -> None:
+        """Note that a forward has left a group."""
+        self._places.setdefault(group, []).append(len(self.left))
+        self.left.append(group)
+
+    def take(self, group: str, *, keeps: bool = False) -> list[str]:
+        """Return the group that was left before the last place of a group, and take that place unless it `keeps`."""
+        places = self._places.get(group, [])
+        if not places:
+            return []
+        place = places[-1] if keeps else places.pop()
+        return self.left[max(0, place - 1) : place]
+
+    def clear(self) -> None:
+        """Forget all forwards."""
+        self.left.clear()
+        self._places.clear()
 
 
 def chunk_size(size: int, ranks: int, rank: int) -> int:
@@ -256,7 +278,9 @@ def reduces_earlier(config: TrainerConfig) -> bool:
     (findings/passes_reduce_twice.py). From 2.15 on it then reduces also what waits for the all-reduce alone.
     """
     sync = gradient_sync(config)
-    waits = sync == "last" or (sync == "all-reduce-last" and traits_of(str(torch.__version__)).reduces_partial_sums_alone)
+    waits = sync == "last" or (
+        sync == "all-reduce-last" and traits_of(str(torch.__version__)).reduces_partial_sums_alone
+    )
     return waits and config.passes > 1 and backward_count(config) > 1
 
 
@@ -311,10 +335,8 @@ class _Schedule:
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
         """Number of ranks by group, for groups that are sharded over fewer ranks until backward."""
-        self._left: list[str] = []
-        """Groups in the order in which forward left them."""
-        self._recomputed: list[str] = []
-        """Groups in the order in which recomputed forwards left them, see `VersionTraits.recomputation_reshards`."""
+        self._left = ForwardOrder()
+        """Also of recomputed forwards, see `VersionTraits.recomputation_reshards`."""
         self._in_backward: set[str] = set()
         """Groups that a backward has entered and not left."""
         self._waiting: set[str] = set()
@@ -336,7 +358,6 @@ class _Schedule:
             self._backward(groups(self._config), reduce_scatter, all_reduce, is_complete=number == 0)
         self._unsharded.clear()  # groups prefetched after their backward are freed
         self._left.clear()
-        self._recomputed.clear()
 
     def _forward(self, among: Sequence[Group], phase: str) -> None:
         for group in among:
@@ -345,7 +366,7 @@ class _Schedule:
             for name in prefetched_in_forward(group.name, self._config):
                 self._gather(phase, name)
             self._forward(group.inner, phase)
-            self._left.append(group.name)
+            self._left.leave(group.name)
             self._reshard(group.name)
 
     def _reshard(self, group: str) -> None:
@@ -389,7 +410,7 @@ class _Schedule:
     def _recompute(self, inner: Sequence[Group]) -> None:
         for group in inner:
             self._gather("backward", group.name)
-            self._recomputed.append(group.name)
+            self._left.leave(group.name)
             self._reshard(group.name)
 
     def _prefetched_in_backward(self, group: str) -> list[str]:
@@ -398,12 +419,7 @@ class _Schedule:
         That has the forwards of an evaluation as well: backward ends with a group that they left last.
         """
         listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
-        if listed or group in self._in_backward:
-            return listed
-        recorded = prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
-        if group in self._left:
-            self._left[last_place(group, self._left)] = ""  # the backward of an earlier forward takes an earlier place
-        return [name for name in recorded if name]
+        return listed if listed or group in self._in_backward else self._left.take(group)
 
     def _gather(self, phase: str, group: str) -> None:
         if group not in self._unsharded:
