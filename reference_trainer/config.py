@@ -329,7 +329,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Number of groups that a group prefetches in backward, in an explicit list. 0, FSDP's default: the next group, in
     the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
-    """Micro-batches after whose backward gradients are reduced. `last`: only the last, until then every rank holds unsharded
+    """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
     gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
     reduces after the last of its micro-batches: leave this field out."""
     frozen: tuple[Frozen, ...] = ()
@@ -380,8 +380,8 @@ def _check_compatibility(config: TrainerConfig) -> None:
     )
     require(
         config.accumulation % config.passes == 0 and (config.passes == 1 or config.mesh.pp == 1),
-        f"passes {config.passes} must divide accumulation, which is {config.accumulation}, and pipelines have schedules "
-        "of their own: use passes 1 with mesh.pp above 1",
+        f"passes {config.passes} must divide accumulation, which is {config.accumulation}; pipelines have schedules of "
+        "their own: use passes 1 with mesh.pp above 1",
     )
     require(
         config.gradient_divisor is None or positive(config.gradient_divisor),
