@@ -277,8 +277,8 @@ def reduces_earlier(config: TrainerConfig) -> bool:
     wait for a reduction, and reduces them, although those of this backward come when all passes are through
     (findings/passes_reduce_twice.py). From 2.15 on it then reduces also what waits for the all-reduce alone.
     """
-    of_sums = traits_of(str(torch.__version__)).reduces_partial_sums_alone
-    waits = gradient_sync(config) in (("last", "all-reduce-last") if of_sums else ("last",))
+    partial = traits_of(str(torch.__version__)).reduces_partial_sums_alone
+    waits = gradient_sync(config) in (("last", "all-reduce-last") if partial else ("last",))
     return waits and config.passes > 1 and backward_count(config) > 1
 
 

@@ -85,31 +85,6 @@ def test_backward_after_an_evaluation_gathers_its_last_group_once_more(backward_
     assert evaluated == f"{one} S0 evaluate: G0 G1 G2 G3 forward: G0 G1 G2 backward: G2 S3 G1 S2 G0 S1 G3 S0"
 
 
-_TWO_FORWARDS = "forward: G0 G1 G2 G3 G0 G1 G2"
-"""Forward passes of two micro-batches; the second finds norm and output gathered."""
-
-
-@pytest.mark.parametrize(
-    ("axes", "expected"),
-    [
-        # The backward of the second pass frees groups that the first needs again, and ends with its last group; the
-        # embedding, whose input has no gradient, stays until both are through. Gradients are complete in the first.
-        ({}, f"{_TWO_FORWARDS} backward: G2 G1 G0 G3 G2 S3 G1 S2 S1 S0"),
-        ({"backward_prefetch": 1}, f"{_TWO_FORWARDS} backward: G2 G1 G0 G3 G2 S3 G1 S2 S1 S0"),
-        ({"reshard": "never"}, "forward: G0 G1 G2 G3 backward: G3 G2 S3 G1 S2 S1 S0"),
-        ({"tied_embeddings": True}, "forward: G3 G1 G2 G1 G2 backward: G2 G1 G2 G1 S2 S1 S3"),
-        # Gradients that wait are reduced before those of the last backward: see findings/passes_reduce_twice.py.
-        (
-            {"accumulation": 4, "gradient_sync": "last"},
-            f"{_TWO_FORWARDS} backward: G2 G1 G0 G3 G2 G1 "
-            f"{_TWO_FORWARDS} backward: G2 S3 G1 S2 G0 S1 G3 G2 S3 G1 S2 S1 S0",
-        ),
-    ],
-)
-def test_two_forward_passes_before_a_backward(axes: dict[str, AxisValue], expected: str) -> None:
-    assert schedule(**{"mesh": "dp2", "accumulation": 2, "passes": 2, **axes}) == expected
-
-
 @pytest.mark.parametrize(("traits", "expected"), [(UP_TO_2_14, "R3 R2 R1 R0"), (FROM_2_15, "R3 R2 R1 R3 R2 R1 R0")])
 def test_sums_that_wait_for_the_all_reduce_are_reduced_with_zeros(
     traits: VersionTraits, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +142,14 @@ def test_columns_that_shards_divide_evenly_need_no_padding() -> None:
         ({"backward_prefetch": 2, "reshard": "always"}, "F B G3 G2 G1 S3 G0 S2 S1 S0"),
         ({"backward_prefetch": 2, "reshard": "never"}, "F B S3 S2 S1 S0"),
         ({"backward_prefetch": 2, "reshard": "table"}, "F B G2 S3 G0 S2 S1 S0"),
+        # Backward through the second pass frees groups that the first needs again, but for the embedding, whose input
+        # has no gradient; gradients are complete in the first. Those that wait are reduced before: passes_reduce_twice.
+        ({"mesh": "dp2", "accumulation": 2, "passes": 2}, "F G0 G1 G2 B G2 G1 G0 G3 G2 S3 G1 S2 S1 S0"),
+        ({"accumulation": 2, "passes": 2, "reshard": "never"}, "F B G3 G2 S3 G1 S2 S1 S0"),
+        (
+            {"mesh": "dp2", "accumulation": 4, "passes": 2, "gradient_sync": "last"},
+            "F G0 G1 G2 B G2 G1 G0 G3 G2 G1 F G0 G1 G2 B G2 S3 G1 S2 G0 S1 G3 G2 S3 G1 S2 S1 S0",
+        ),
     ],
 )
 def test_schedule(axes: dict[str, AxisValue], expected: str) -> None:
