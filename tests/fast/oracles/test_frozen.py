@@ -1,12 +1,17 @@
 """Frozen parameters: the steps in which they train, and the reference of a run that freezes some of them."""
 
+from collections import Counter
+
 import torch
 
 from conformance.oracles.frozen import at_step, first_of_each, is_trained, trained
 from conformance.oracles.reference import initial_model, learning_rate, reference_run
+from conformance.oracles.schedule import fsdp_events, reduced_numels, shard_numels
+from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
 from reference_trainer.config import Frozen, TrainerConfig
 from reference_trainer.frozen import freeze
+from reference_trainer.parallel_dims import resolve_mesh
 
 _CONFIG = TrainerConfig(frozen=(Frozen(names=r"layers\.0\..*", until=2), Frozen(names=r"layers\..*norm\..*")))
 
@@ -60,3 +65,13 @@ def test_one_process_steps_thawed_parameters_as_torch_does() -> None:
         optimizer.step()
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.detach(), run.parameters[name], rtol=1e-9, atol=1e-12)
+
+
+def test_groups_that_are_frozen_are_gathered_and_not_reduced() -> None:
+    config = Cell(mesh="dp2", frozen="block").config
+    dims = resolve_mesh(config.mesh, world_size=2)
+    shapes = local_shapes(config.model, tp=1, tp_rank=0)
+    numels, reduced = (count(shapes, config, shards=2) for count in (shard_numels, reduced_numels))
+    kinds = Counter(event.kind for event in fsdp_events(config, dims, numels, reduced))
+    assert kinds == {"all_gather": 7, "reduce_scatter": 3}
+    assert reduced == {group: numel for group, numel in numels.items() if group != "layers.0"}

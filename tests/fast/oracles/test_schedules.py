@@ -19,7 +19,6 @@ from conformance.oracles.schedule import (
     group_of,
     groups,
     kept_after_forward,
-    reduced_numels,
     shard_numels,
 )
 from conformance.oracles.torch_versions import (
@@ -92,15 +91,6 @@ def test_sums_that_wait_for_the_all_reduce_are_reduced_with_zeros(
     monkeypatch.setattr("conformance.oracles.schedule.traits_of", lambda _version: traits)
     events = schedule(mesh="hsdp2x2", accumulation=4, passes=2, gradient_sync="all-reduce-last")
     assert " ".join(word for word in events.split() if word.startswith("R")) == expected
-
-
-def test_groups_that_are_frozen_are_gathered_and_not_reduced() -> None:
-    config, dims = config_and_dims(Cell(mesh="dp2", frozen="block"))
-    shapes = local_shapes(config.model, tp=1, tp_rank=0)
-    numels, reduced = (count(shapes, config, shards=2) for count in (shard_numels, reduced_numels))
-    kinds = Counter(event.kind for event in fsdp_events(config, dims, numels, reduced))
-    assert kinds == {"all_gather": 7, "reduce_scatter": 3}
-    assert reduced == {group: numel for group, numel in numels.items() if group != "layers.0"}
 
 
 def test_columns_that_shards_divide_evenly_need_no_padding() -> None:
