@@ -37,6 +37,7 @@ from conformance.oracles.schedule import (
     reduces_earlier,
 )
 from conformance.oracles.torch_versions import traits_of
+from conformance.oracles.tp_schedule import is_norm, sharded_dim
 from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
@@ -237,7 +238,22 @@ def _set_grad_dtypes(config: TrainerConfig, parameters: Tensors, place: int) -> 
     if _has_gradients_of_own_dtypes(config):
         for name, leaf in parameters.items():
             if not _is_compiled(name, config):
-                leaf.grad_dtype = _grad_dtype(config, place)
+                is_wide = _is_replicated_over_tp(name.partition("@")[0], config)
+                leaf.grad_dtype = _reduce_dtype(config) if is_wide else _grad_dtype(config, place)
+
+
+def _is_replicated_over_tp(parameter: str, config: TrainerConfig) -> bool:
+    """Return whether tensor-parallel ranks have copies of a parameter, whose gradients autograd casts at once.
+
+    They may have to be summed over these ranks, see `VersionTraits.gradients_have_own_dtypes`.
+    """
+    in_tp = config.mesh.tp > 1 and (config.norms_in_tp or not is_norm(parameter))
+    return in_tp and sharded_dim(parameter) is None
+
+
+def _reduce_dtype(config: TrainerConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, dtype_policy(config.precision).reduce)
+    return dtype
 
 
 def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
@@ -255,7 +271,7 @@ def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
     first of several gradients that are added up (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
     is_only_kept = gradient_sync(config) == "last" and place == 0 and backward_count(config) > 1
-    return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
+    return _reduce_dtype(config) if is_only_kept else None
 
 
 def _data_parallel_size(config: TrainerConfig) -> int:
@@ -343,7 +359,7 @@ def _reduce_scatter_inputs(
     The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins;
     gradients of postponed reductions are first added up by each rank, in the dtype of the reduce-scatter.
     """
-    on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
+    on_the_wire = _reduce_dtype(config)
     if gradient_sync(config) == "last":
         by_rank = [
             [_added_up(config, grads, on_the_wire) for grads in _rounds(config, gradients_of_rank)]
