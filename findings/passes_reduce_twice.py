@@ -27,13 +27,13 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def reductions(*, passes: int) -> int:
-    """Return the number of reduce-scatters of two backwards, of which the last alone reduces."""
+    """Return the number of reduce-scatters of the second of two backwards, which alone reduces."""
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(3)))
     fully_shard(model, mesh=mesh)
-    with CommDebugMode() as mode:
-        for is_last in (False, True):
-            model.set_requires_gradient_sync(is_last)
-            losses = [model(torch.ones(2, 4, requires_grad=True)).sum() for _ in range(passes)]
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        losses = [model(torch.ones(2, 4, requires_grad=True)).sum() for _ in range(passes)]
+        with CommDebugMode() as mode:
             sum(losses, torch.zeros(())).backward()
     return sum(count for name, count in mode.get_comm_counts().items() if "reduce_scatter" in str(name))
 
