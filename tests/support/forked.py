@@ -1,9 +1,10 @@
 """Python programs in processes that are forked with torch loaded, whose import takes two seconds of a processor.
 
-Neither the suite nor pytest is loaded before the fork: plugins and laws are imported in the program itself.
+Plugins and laws, whose asserts pytest rewrites, are imported in the program itself.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -26,8 +27,17 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "tests.support.forked",
+    "conformance.assertions.axes.proofs",
+    "conformance.judge.judge",
+    "conformance.report.html",
+    "tests.support.frozen",
 ]
+
+
+def freeze() -> None:
+    """Keep what is loaded out of the garbage collections of forks, which would copy its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def context() -> ForkServerContext:
