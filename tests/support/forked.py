@@ -35,7 +35,7 @@ PRELOADED = [
 
 
 def freeze() -> None:
-    """Keep what is loaded out of the garbage collections of forks, which would copy its pages."""
+    """Exclude loaded objects from garbage collections, which would copy their pages in each fork."""
     gc.collect()
     gc.freeze()
 

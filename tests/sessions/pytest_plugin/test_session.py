@@ -19,7 +19,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from conformance.plan.matrix import load_matrix
+from conformance.detection.case_judge import the_matrix
 from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.run.experiment import TRAINING
@@ -454,7 +454,13 @@ def on_a_terminal(command: list[str]) -> str:
     leader, follower = pty.openpty()
     process = start(command, Path(os.ttyname(follower)), {RANK_SERVERS_VARIABLE: warm_servers.address()})
     received = b""
-    threading.Thread(target=lambda: (process.join(LIMIT_S), os.close(follower))).start()
+
+    def hang_up() -> None:
+        process.join(LIMIT_S)
+        process.kill()
+        os.close(follower)
+
+    threading.Thread(target=hang_up).start()
     try:
         while chunk := os.read(leader, 1 << 16):
             received += chunk
@@ -479,7 +485,7 @@ def test_a_long_session_tells_at_its_start_what_it_will_take(tmp_path: Path) -> 
     assert (ended.status, report.workers) == (0, 1), ended.output
     assert report.calibration_s is not None
     assert report.expected_s is not None
-    assert report.expected_s > 60.0 * report.calibration_s / load_matrix(PROJECT / "matrix.yaml").calibration_s
+    assert report.expected_s > 60.0 * report.calibration_s / the_matrix().calibration_s
     assert f"expected: at most {report.expected_s:.0f} s" in ended.output
     assert f"executed in {report.duration_s:.1f} s ({report.expected_s:.0f} s expected)" in ended.output
     assert len(list((tmp_path / "report" / "records").iterdir())) == 1, "the calibration leaves no record"
