@@ -79,6 +79,13 @@ def run(module: str, *arguments: str, cwd: Path, environment: Mapping[str, str])
         return started(module, arguments, Path(directory, "process"), cwd=cwd, environment=environment)()
 
 
+def run_text(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program, given as its text, to its end."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "program.py").write_text(program)
+        return run("program", *arguments, cwd=Path(directory), environment=os.environ)
+
+
 def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
     for number, name in ((1, out), (2, err)):
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
