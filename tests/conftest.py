@@ -20,6 +20,7 @@ from conformance.run.pool import Pools
 from conformance.run.record import Record
 from conformance.run.store import RecordStore
 from tests.support import warm_servers
+from tests.support.shared_ranks import SharedRanks
 from tests.support.simulated_processes import library
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: tests
@@ -87,6 +88,13 @@ def forked_servers() -> Iterator[None]:
 def pools() -> Iterator[Pools]:
     """Return warm ranks for all tests of a worker."""
     with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="session")
+def shared_ranks() -> Iterator[Pools]:
+    """Return warm ranks for the trainers of other people in all tests of a worker."""
+    with SharedRanks() as pools:
         yield pools
 
 

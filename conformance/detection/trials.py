@@ -108,13 +108,18 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
 
     Each is judged until its first kill, on the cheapest cells first, without twins.
     """
-    left, seconds = list(defect.laws), the_matrix().seconds
+    left = list(defect.laws)
     for judge, cases in cases_by_judge(case_judge, defect):
         store = judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
-        for case in sorted(cases, key=lambda case: seconds.get(case.cell.id, 0.0)):
+        for case in cheapest_first(cases):
             if case.law in left and _is_kill(judge_case(case, store), defect):
                 left.remove(case.law)
     return [law for law in left if hardware_for(defect, law) is not None]
+
+
+def cheapest_first(cases: Sequence[Case]) -> list[Case]:
+    """Return cases in the order of the expected durations of their cells."""
+    return sorted(cases, key=lambda case: the_matrix().seconds.get(case.cell.id, 0.0))
 
 
 def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hardware | None:

@@ -1,9 +1,10 @@
 """Python programs in processes that are forked with torch loaded, whose import takes two seconds of a processor.
 
-Neither the suite nor pytest is loaded before the fork: plugins and laws are imported in the program itself.
+Plugins and laws, whose asserts pytest rewrites, are imported in the program itself.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -26,8 +27,17 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "tests.support.forked",
+    "conformance.assertions.axes.proofs",
+    "conformance.judge.judge",
+    "conformance.report.html",
+    "tests.support.frozen",
 ]
+
+
+def freeze() -> None:
+    """Exclude loaded objects from garbage collections, which would copy their pages in each fork."""
+    gc.collect()
+    gc.freeze()
 
 
 def context() -> ForkServerContext:
@@ -67,6 +77,13 @@ def run(module: str, *arguments: str, cwd: Path, environment: Mapping[str, str])
     """Run a program to its end."""
     with tempfile.TemporaryDirectory() as directory:
         return started(module, arguments, Path(directory, "process"), cwd=cwd, environment=environment)()
+
+
+def run_text(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program, given as its text, to its end."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "program.py").write_text(program)
+        return run("program", *arguments, cwd=Path(directory), environment=os.environ)
 
 
 def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> NoReturn:

@@ -3,12 +3,12 @@
 import io
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,32 +77,26 @@ def finish(
 ) -> Ended:
     """Run a session to its end; `act` is called with its process again and again, until it returns True.
 
-    Sessions without `act` are forked with torch loaded.
+    Sessions are forked with torch loaded. With `act` they start their rank servers themselves, as descendants.
     """
     output = directory.with_suffix(".out")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
-    if act is None and command[:3] == PYTEST:
-        return Ended(_forked(command[3:], environment, output, limit_s=limit_s), output.read_text(), directory, NOBODY)
-    with output.open("wb") as file:
-        process = psutil.Popen(command, cwd=PROJECT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            seen = watch(process, act, limit_s=limit_s) if act else NOBODY
-            status = process.wait(limit_s)
-        finally:
-            if process.is_running():
-                process.kill()
-    return Ended(status, output.read_text(), directory, seen)
-
-
-def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, limit_s: float) -> int:
-    variables = {**environment, forked.RANK_SERVERS_VARIABLE: warm_servers.address()}
-    process = forked.start("pytest", arguments, cwd=PROJECT, environment=variables, out=output, err=output)
+    process = start(command, output, {} if act else {forked.RANK_SERVERS_VARIABLE: warm_servers.address()})
     try:
+        seen = watch(psutil.Process(process.pid), act, limit_s=limit_s) if act else NOBODY
         process.join(limit_s)
         assert process.exitcode is not None, output.read_text()
-        return process.exitcode
+        return Ended(process.exitcode, output.read_text(), directory, seen)
     finally:
         process.kill()
+
+
+def start(command: list[str], output: Path, variables: Mapping[str, str]) -> BaseProcess:
+    """Fork a session with its output in a file or on a terminal, and with more variables in its environment."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "COLUMNS": "120", **variables}
+    assert command[: len(PYTEST)] == PYTEST
+    arguments = ["-p", "tests.support.forked_ranks", *command[len(PYTEST) :]]
+    return forked.start("pytest", arguments, cwd=PROJECT, environment=environment, out=output, err=output)
 
 
 class Printed(NamedTuple):

@@ -26,8 +26,8 @@ import msgspec
 from conformance.project import PROJECT
 from conformance.run.pool import LATCHED_PREFIXES
 from conformance.run.ranks import client
-from conformance.run.ranks.preload import preload
-from tests.support.forked import RANK_SERVERS_VARIABLE
+from conformance.run.ranks.preload import EXPERIMENTS, SUBJECTS, preload
+from tests.support.forked import RANK_SERVERS_VARIABLE, freeze
 
 _READ_AT_START = (*LATCHED_PREFIXES, "LD_", "PYTHON")
 """Variables that are read when Python starts or modules are imported; with other values a server is started."""
@@ -119,7 +119,9 @@ _owned: list[subprocess.Popen[bytes]] = []
 
 def serve(listener_fd: int, directory: str) -> None:
     """Fork rank servers until the process that has started this one ends."""
-    preload()
+    for tasks in (EXPERIMENTS, SUBJECTS):
+        preload(tasks)
+    freeze()
     signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(fileno=listener_fd) as listener:
         while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):

@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
@@ -16,7 +17,7 @@ import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect ma
 from conformance.defects.catalogue import defects, ids, injected, subjects_of
 from conformance.defects.injection import Defect, NotInjectable, replaced
 from conformance.detection.case_judge import CaseJudge, the_matrix
-from conformance.detection.trials import escapes, hardware_for
+from conformance.detection.trials import cases_by_judge, cheapest_first, escapes, hardware_for
 from conformance.judge.law import law_of
 from conformance.judge.registry import law_tests
 from conformance.judge.verdicts import Verdict, classify
@@ -28,7 +29,7 @@ from conformance.plan.matrix import Case
 from conformance.plan.selection import parse
 from conformance.plan.substrates import CUDA
 from conformance.run.case_runs import CaseRuns
-from conformance.run.devices.hardware import NO_DEVICES
+from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.pool import Pools
 from tests.support import miniatures
 from tests.support.sweep_shares import lost_in_shares
@@ -49,26 +50,50 @@ def laws_here(defect: Defect) -> set[str]:
     return {law for law in defect.laws if hardware_for(defect, law) is not None}
 
 
-def seconds(defect: Defect) -> float:
-    """Return about how long it takes to run the cells that show a defect."""
-    holds = parse(defect.cells)
-    return 1.0 + sum(planned.seconds for planned in the_matrix().planned if holds(planned.cell))
+class Shown(NamedTuple):
+    """First run that `escapes` judges by a law."""
+
+    cell: Cell
+    hardware: Hardware
+
+    @property
+    def cost(self) -> int:
+        """Work of all ranks, in layers of a model on a processor; on the simulated device each takes thrice as long."""
+        return self.cell.world_size * self.cell.config.model.n_layers * (1 if self.hardware == NO_DEVICES else 3)
+
+
+def shown(defect: Defect) -> dict[str, Shown]:
+    """Return the first run that shows a defect to each law that can catch it on this machine."""
+    first = dict[str, Shown]()
+    for judge, cases in cases_by_judge(CaseJudge(Path(), Pools()), defect):
+        for case in cheapest_first(cases):
+            first.setdefault(case.law, Shown(case.cell, judge.hardware))
+    return first
 
 
 def one_per_law() -> list[Defect]:
     """Return defects that together make each law fail that any defect makes fail here, each with its part of the laws.
 
-    A greedy set cover (https://doi.org/10.1287/moor.4.3.233): next comes the defect with most new laws per second. The
-    job `detection` tries all defects, with all of their laws and their twins.
+    A greedy set cover (https://doi.org/10.1287/moor.4.3.233): next comes the defect with most new laws for its cost.
+    The job `detection` tries all defects, with all of their laws and their twins.
     """
-    candidates = {defect.id: (defect, laws_here(defect), seconds(defect)) for defect in defects()}
-    missing = set().union(*(laws for _, laws, _ in candidates.values()))
+    candidates = [(defect, shown(defect)) for defect in defects()]
+    missing = set().union(*map(laws_here, defects()))
     chosen = []
     while missing:
-        defect, laws, _ = max(candidates.values(), key=lambda each: len(each[1] & missing) / each[2])
-        chosen.append(dataclasses.replace(defect, laws=tuple(law for law in defect.laws if law in laws & missing)))
-        missing -= laws
+        defect, runs = max(candidates, key=lambda each: gain(each[1], missing))
+        assert missing & runs.keys(), f"no cell shows a defect to {missing}"
+        chosen.append(
+            dataclasses.replace(defect, laws=tuple(law for law in defect.laws if law in runs.keys() & missing))
+        )
+        missing -= runs.keys()
     return chosen
+
+
+def gain(runs: dict[str, Shown], missing: set[str]) -> float:
+    """Return the number of missing laws for the cost of their runs."""
+    new = missing & runs.keys()
+    return len(new) / sum(run.cost for run in {runs[law] for law in new}) if new else 0.0
 
 
 @pytest.mark.parametrize("defect", one_per_law(), ids=by_id)

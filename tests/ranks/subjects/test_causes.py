@@ -102,8 +102,8 @@ def causes_of(pools: Pools, directory: Path, name: str, cells: list[str], *, lim
         ),
     ],
 )
-def test_a_mistake_is_named(pools: Pools, tmp_path: Path, name: str, cell: str, sentence: str) -> None:
-    first, *_ = causes_of(pools, tmp_path, f"tests.support.{name}", [cell])
+def test_a_mistake_is_named(shared_ranks: Pools, tmp_path: Path, name: str, cell: str, sentence: str) -> None:
+    first, *_ = causes_of(shared_ranks, tmp_path, f"tests.support.{name}", [cell])
     assert sentence in first.sentence
 
 
@@ -111,19 +111,19 @@ def replace_reason(case: CaseResult, reason: str) -> CaseResult:
     return CaseResult(**{**{name: getattr(case, name) for name in case.__struct_fields__}, "reason": reason})
 
 
-def test_a_layer_that_ranks_make_again_has_the_line_that_makes_it(pools: Pools, tmp_path: Path) -> None:
+def test_a_layer_that_ranks_make_again_has_the_line_that_makes_it(shared_ranks: Pools, tmp_path: Path) -> None:
     lines, first = inspect.getsourcelines(subject_mistakes.remade_by_rank)
     made = first + next(index for index, line in enumerate(lines) if "nn.Linear" in line)
-    cause, *_ = causes_of(pools, tmp_path, "layer_remade_by_rank", [DP2])
+    cause, *_ = causes_of(shared_ranks, tmp_path, "layer_remade_by_rank", [DP2])
     assert f"subject_mistakes.py:{made} " in f"{cause.where} "
 
 
 @pytest.mark.parametrize(("name", "cells", "sentence"), FIRST[::2])
 def test_a_mistake_has_one_first_cause(
-    pools: Pools, tmp_path: Path, name: str, cells: list[str], sentence: str
+    shared_ranks: Pools, tmp_path: Path, name: str, cells: list[str], sentence: str
 ) -> None:
     """Every second mistake; tests/nightly has the others."""
-    require_first_cause(pools, tmp_path, name, cells, sentence)
+    require_first_cause(shared_ranks, tmp_path, name, cells, sentence)
 
 
 def require_first_cause(pools: Pools, directory: Path, name: str, cells: list[str], sentence: str) -> None:

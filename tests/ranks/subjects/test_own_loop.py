@@ -44,27 +44,27 @@ def judged(pools: Pools, directory: Path, name: str, cell: Cell = ACCUMULATED) -
         ("matrices_apart", set()),
     ],
 )
-def test_right_loops_pass(pools: Pools, tmp_path: Path, name: str, unsupported: set[str]) -> None:
-    trainer = judged(pools, tmp_path, name)
+def test_right_loops_pass(shared_ranks: Pools, tmp_path: Path, name: str, unsupported: set[str]) -> None:
+    trainer = judged(shared_ranks, tmp_path, name)
     assert trainer.is_conformant(), trainer.reasons()
     assert trainer.by_verdict(Verdict.UNSUPPORTED) <= unsupported
     assert trainer.by_verdict(Verdict.PASS) >= {"gradients", "parameters", "clipping"}
 
 
-def test_a_loop_that_splits_uneven_batches_by_size_passes(pools: Pools, tmp_path: Path) -> None:
-    trainer = judged(pools, tmp_path, "split_by_size", UNEVEN)
+def test_a_loop_that_splits_uneven_batches_by_size_passes(shared_ranks: Pools, tmp_path: Path) -> None:
+    trainer = judged(shared_ranks, tmp_path, "split_by_size", UNEVEN)
     assert trainer.is_conformant(), trainer.reasons()
     assert "gradients" in trainer.by_verdict(Verdict.PASS)
 
 
-def test_a_loop_under_autocast_passes(pools: Pools, tmp_path: Path) -> None:
-    trainer = judged(pools, tmp_path, "under_autocast", BF16)
+def test_a_loop_under_autocast_passes(shared_ranks: Pools, tmp_path: Path) -> None:
+    trainer = judged(shared_ranks, tmp_path, "under_autocast", BF16)
     assert trainer.is_conformant(), trainer.reasons()
     assert {"bf16-gradients", "memory-by-phase"} <= trainer.by_verdict(Verdict.PASS)
 
 
-def test_a_schedule_goes_on_when_a_run_is_resumed(pools: Pools, tmp_path: Path) -> None:
-    trainer = judged(pools, tmp_path, "resumed_schedule", RESUMED)
+def test_a_schedule_goes_on_when_a_run_is_resumed(shared_ranks: Pools, tmp_path: Path) -> None:
+    trainer = judged(shared_ranks, tmp_path, "resumed_schedule", RESUMED)
     assert trainer.is_conformant(), trainer.reasons()
     assert "parameters" in trainer.by_verdict(Verdict.PASS)
 
@@ -80,8 +80,8 @@ def test_a_schedule_goes_on_when_a_run_is_resumed(pools: Pools, tmp_path: Path) 
         ("schedule_forgotten", {"parameters"}),
     ],
 )
-def test_mistakes_are_seen(pools: Pools, tmp_path: Path, name: str, laws: set[str]) -> None:
-    assert judged(pools, tmp_path, name).failing() >= laws
+def test_mistakes_are_seen(shared_ranks: Pools, tmp_path: Path, name: str, laws: set[str]) -> None:
+    assert judged(shared_ranks, tmp_path, name).failing() >= laws
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_mistakes_are_seen(pools: Pools, tmp_path: Path, name: str, laws: set[st
         ("script_with_a_limit_of_its_own", "the loop clips gradients to 1, and this run to "),
     ],
 )
-def test_what_cannot_be_judged_is_one_line(pools: Pools, tmp_path: Path, name: str, problem: str) -> None:
+def test_what_cannot_be_judged_is_one_line(shared_ranks: Pools, tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(CellFailed) as raised:
-        SubjectRuns(store_of(pools, tmp_path, f"{LOOPS}:{name}")).evidence(ACCUMULATED)
+        SubjectRuns(store_of(shared_ranks, tmp_path, f"{LOOPS}:{name}")).evidence(ACCUMULATED)
     reason = raised.value.failure.reason
     assert problem in reason
     assert "\n" not in reason

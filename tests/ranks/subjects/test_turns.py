@@ -13,8 +13,8 @@ LOOPS = "tests.support.gan_loops"
 ACCUMULATED = BY_ID["dp2-fp32-default-full-acc2"]
 
 
-def test_a_right_loop_passes(pools: Pools, tmp_path: Path) -> None:
-    assert judged_trainer(pools, tmp_path, f"{LOOPS}:right", DP2, ACCUMULATED).reasons() == set()
+def test_a_right_loop_passes(shared_ranks: Pools, tmp_path: Path) -> None:
+    assert judged_trainer(shared_ranks, tmp_path, f"{LOOPS}:right", DP2, ACCUMULATED).reasons() == set()
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def test_a_right_loop_passes(pools: Pools, tmp_path: Path) -> None:
         ("gathered_twice", "parameters-are-gathered"),
     ],
 )
-def test_a_mistake_is_seen(pools: Pools, tmp_path: Path, name: str, law: str) -> None:
-    assert law in judged_trainer(pools, tmp_path, f"{LOOPS}:{name}", DP2).failing()
+def test_a_mistake_is_seen(shared_ranks: Pools, tmp_path: Path, name: str, law: str) -> None:
+    assert law in judged_trainer(shared_ranks, tmp_path, f"{LOOPS}:{name}", DP2).failing()
 
 
-def test_another_order_of_optimizers_is_one_line(pools: Pools, tmp_path: Path) -> None:
+def test_another_order_of_optimizers_is_one_line(shared_ranks: Pools, tmp_path: Path) -> None:
     with pytest.raises(CellFailed) as raised:
-        SubjectRuns(store_of(pools, tmp_path, f"{LOOPS}:generator_first")).evidence(DP2)
+        SubjectRuns(store_of(shared_ranks, tmp_path, f"{LOOPS}:generator_first")).evidence(DP2)
     assert (
         "AdamW, which trains generator, takes a step in the turn of discriminator: declare loss="
         in raised.value.failure.reason

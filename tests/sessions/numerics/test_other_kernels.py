@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import run_python
+from tests.support import forked
 
 PROGRAM = """
 import json, sys
@@ -88,7 +88,7 @@ print(json.dumps({"found": found, "second": second}))
 
 @cache
 def with_seed(seed: int) -> Any:
-    done = run_python("-c", PROGRAM, str(seed))
+    done = forked.run_text(PROGRAM, str(seed))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -18,13 +19,16 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from conformance.plan.matrix import load_matrix
+from conformance.detection.case_judge import the_matrix
 from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.run.experiment import TRAINING
 from conformance.run.record import RecordFile
+from tests.support import warm_servers
+from tests.support.forked import RANK_SERVERS_VARIABLE
 from tests.support.sessions import (
     CELL,
+    LIMIT_S,
     PYTEST,
     SIX_CASES,
     TWO_CASES,
@@ -33,6 +37,7 @@ from tests.support.sessions import (
     alive,
     finish,
     finish_together,
+    start,
     suite,
 )
 
@@ -208,7 +213,7 @@ def test_a_case_can_be_repeated(defective: Ended, tmp_path: Path) -> None:
     """The command in the report runs the case alone, with its profile and defect."""
     failed = defective.report.cases[0]
     directory = tmp_path / "repeated"
-    command = [*shlex.split(failed.repro), f"--report-dir={directory}"]
+    command = [*shlex.split(failed.repro), f"--report-dir={directory}", "--shrink=0", "--explain=0"]
     assert command[0] == "pytest"
     repeated = finish([*PYTEST, *command[1:]], directory)
     assert repeated.report.planned == 1
@@ -445,18 +450,23 @@ def test_on_a_terminal_the_short_summary_has_its_words_and_expired_waivers_a_lin
 
 
 def on_a_terminal(command: list[str]) -> str:
-    """Run a command on a new terminal; returns the terminal's input."""
+    """Run a session on a new terminal; returns the terminal's input."""
     leader, follower = pty.openpty()
-    process = psutil.Popen(command, cwd=PROJECT, stdin=follower, stdout=follower, stderr=follower)
-    os.close(follower)
+    process = start(command, Path(os.ttyname(follower)), {RANK_SERVERS_VARIABLE: warm_servers.address()})
     received = b""
+
+    def hang_up() -> None:
+        process.join(LIMIT_S)
+        process.kill()
+        os.close(follower)
+
+    threading.Thread(target=hang_up).start()
     try:
         while chunk := os.read(leader, 1 << 16):
             received += chunk
     except OSError:  # Linux reports the end of the last process at the other end as an error
         pass
     finally:
-        process.wait(60)
         os.close(leader)
     return received.decode()
 
@@ -475,7 +485,7 @@ def test_a_long_session_tells_at_its_start_what_it_will_take(tmp_path: Path) -> 
     assert (ended.status, report.workers) == (0, 1), ended.output
     assert report.calibration_s is not None
     assert report.expected_s is not None
-    assert report.expected_s > 60.0 * report.calibration_s / load_matrix(PROJECT / "matrix.yaml").calibration_s
+    assert report.expected_s > 60.0 * report.calibration_s / the_matrix().calibration_s
     assert f"expected: at most {report.expected_s:.0f} s" in ended.output
     assert f"executed in {report.duration_s:.1f} s ({report.expected_s:.0f} s expected)" in ended.output
     assert len(list((tmp_path / "report" / "records").iterdir())) == 1, "the calibration leaves no record"

@@ -20,8 +20,6 @@ from reference_trainer.__main__ import main
 from tests.support import forked
 
 TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
-LIMIT_S = 120.0
-PLAIN = [sys.executable, "-m", "reference_trainer"]
 MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
 STEP_FIELDS = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
 FIELDS = [*STEP_FIELDS, "step_s", "tokens_per_s", "peak_memory_bytes"]
@@ -44,12 +42,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}  # set, so that torchrun need not say that it sets it
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    if arguments[:3] != PLAIN:
-        return subprocess.run(
-            arguments, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    return forked.run("reference_trainer", *arguments[3:], cwd=PROJECT, environment=environment())
+def run(arguments: list[str], *, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a process that is forked with torch loaded."""
+    _interpreter, _option, module, *words = arguments
+    return forked.run(module, *words, cwd=cwd, environment=environment())
 
 
 def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list[subprocess.CompletedProcess[str]]:
@@ -136,10 +132,7 @@ def test_two_processes_train(tmp_path: Path) -> None:
 def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
     tokens, metrics = tmp_path / "1", tmp_path / "metrics.jsonl"
     tokens.write_bytes(bytes(range(256)))
-    result = subprocess.run(
-        [*command("--metrics", str(metrics), "--set", "steps=1"), "--data", "1"],
-        cwd=tmp_path, env={**environment(), "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = run([*command("--metrics", str(metrics), "--set", "steps=1"), "--data", "1"], cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert len(rows_of(metrics)) == 1
 
