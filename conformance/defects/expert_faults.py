@@ -85,20 +85,19 @@ def router_in_bf16(benign: bool, original: Callable[[Router, Tensor], Routes], r
 @instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def experts_balanced_by_rank(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
-) -> None:
+) -> Any:
     """Each rank balances its own tokens: the load is not that of all ranks."""
-    original(mixture, routes, load if benign else mixture.counts(routes))
+    return original(mixture, routes, load if benign else mixture.counts(routes))
 
 
 @defect("EP-3 PAR-1", _HELD, "NVIDIA/Megatron-LM/issues/3672")
 @instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def balance_loss_averaged_over_ranks(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
-) -> None:
+) -> Any:
     """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
-    original(mixture, routes, load)
-    if not benign and mixture.balance_loss is not None:
-        mixture.balance_loss = mixture.balance_loss / dist.get_world_size()
+    loss: Tensor = original(mixture, routes, load)
+    return loss if benign else loss / dist.get_world_size()
 
 
 @defect("EP-1 EP-4", _OF_RANKS, _ALL_TO_ALL)

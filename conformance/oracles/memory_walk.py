@@ -38,16 +38,14 @@ from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
     Shapes,
-    chunk_size,
+    Sharding,
     communicates,
-    group_of,
     groups,
-    has_shards_of_columns,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
-    sharded_first,
+    shardings,
 )
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
@@ -141,18 +139,6 @@ class Usage(msgspec.Struct):
     """Bytes at the end by buffer, of all groups."""
 
 
-class _Parameter(msgspec.Struct, frozen=True):
-    """Elements of one parameter."""
-
-    numel: int
-    shard: int
-    """Elements of each rank's shard, with padding."""
-    padded: int
-    """Elements of all shards together."""
-    by_columns: bool
-    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
-
-
 class Walk:
     """Walk through one step of one rank: buffers that are held, by name, and the memory of each phase."""
 
@@ -181,20 +167,19 @@ class Walk:
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
-        self._parameters: dict[str, list[_Parameter]] = {}
+        self._parameters: dict[str, list[Sharding]] = {}
         """Parameters by group."""
-        self._trained: dict[str, list[_Parameter]] = {}
+        self._trained: dict[str, list[Sharding]] = {}
         """Parameters with gradients by group, also of groups without any."""
-        for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
-            shard, row = -(-rows // dims.dp_shard), math.prod(rest)
-            by_columns = has_shards_of_columns(shapes[name], config, dims.dp_shard)
-            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard, by_columns)
-            self._parameters.setdefault(group_of(name, config), []).append(parameter)
-            self._trained.setdefault(group_of(name, config), [])
+        for name, sharding in shardings(shapes, config, shards=dims.dp_shard).items():
+            self._parameters.setdefault(sharding.group, []).append(sharding)
+            self._trained.setdefault(sharding.group, [])
             if name not in gradients:
                 continue
-            self._trained[group_of(name, config)].append(parameter)
-            self._optimizer_groups[0 if rest else 1].append(chunk_size(rows, dims.dp_shard, shard_rank) * row)
+            self._trained[sharding.group].append(sharding)
+            self._optimizer_groups[0 if len(shapes[name]) > 1 else 1].append(sharding.own(shard_rank))
+        self._ranks = {group: parameters[0].ranks for group, parameters in self._parameters.items()}
+        """Ranks that shard each group."""
         self._shard, self._gradient_shard = (
             {group: sum(p.shard for p in parameters) for group, parameters in by_group.items()}
             for by_group in (self._parameters, self._trained)
@@ -337,6 +322,10 @@ class Walk:
 
     def _after_forward(self, group: str) -> None:
         root = self._root_of(group)
+        if self._phase == "backward" and not self._traits.recomputation_reshards:
+            # Backward needs the group next. To FSDP a recomputed forward begins, and is over, with this group.
+            self._free(root.copied_out)
+            return
         root.leave(group, is_stage=self._is_stage)
         ranks = ranks_after_forward(group, self._config)
         if ranks > 1:
@@ -378,9 +367,9 @@ class Walk:
             self._free("B")
             return
         self._put_columns_together(group)
-        self._hold(f"I {group}", self._gradient_shard[group] * self._dims.dp_shard * self._reduce)
+        self._hold(f"I {group}", self._gradient_shard[group] * self._ranks[group] * self._reduce)
         self._note(self._copies_to_fill(group))
-        if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
+        if self._ranks[group] > 1 and self._traits.last_gradient_until_reduced:
             self._keep_last_gradient(group)
         self._free("B")
         self._free(f"L {group}")
@@ -489,7 +478,7 @@ class Walk:
     def _unshard(self, group: str) -> None:
         if f"U {group}" in self._held or f"A {group}" in self._held:
             return
-        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._dims.dp_shard
+        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._ranks[group]
         if ranks == 1:
             return
         cast = self._padded(group) // ranks * self._compute if self._compute != self._master else 0
@@ -501,7 +490,7 @@ class Walk:
         if f"U {group}" in self._held:
             return
         self._hold(f"U {group}", self._padded(group) * self._compute)
-        if self._dims.dp_shard == 1 and self._compute != self._master:
+        if self._ranks[group] == 1 and self._compute != self._master:
             self._note(self._padded(group) * self._compute)
         self._note(sum(p.padded for p in self._parameters[group] if p.by_columns) * self._compute)
         self._free(f"P {group}")
@@ -512,7 +501,7 @@ class Walk:
 
     def _padded(self, group: str) -> int:
         """Elements of a group's unsharded parameters, with padding."""
-        return self._shard[group] * self._dims.dp_shard
+        return self._shard[group] * self._ranks[group]
 
 
 def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -7,10 +7,10 @@ post-backward); the public contract is in the docstrings of `fully_shard` and `F
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -88,11 +88,18 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     """Return the name of the group that a parameter belongs to."""
     module = parameter.rpartition(".")[0]
     if module.startswith("layers."):
-        is_group = (_norms_are_groups(config) and module.endswith("_norm")) or _is_of_experts(module, config)
-        return module if is_group else ".".join(module.split(".")[:2])
+        block = ".".join(module.split(".")[:2])
+        if _is_of_experts(module, config):
+            return f"{block}.{_EXPERTS}"
+        return module if _norms_are_groups(config) and module.endswith("_norm") else block
     if (module == _EMBEDDING and not spans_model(config)) or (module == _NORM and _norms_are_groups(config)):
         return module
     return _OUTPUT
+
+
+def present(among: Iterable[Group], names: Collection[str]) -> tuple[Group, ...]:
+    """Return the groups with these names; of some blocks that have no experts one group is missing."""
+    return tuple(Group(group.name, present(group.inner, names)) for group in among if group.name in names)
 
 
 def entered(among: Iterable[Group]) -> list[str]:
@@ -141,25 +148,62 @@ def has_shards_of_columns(shape: Sequence[int], config: TrainerConfig, shards: i
     return config.shard_placement == "columns" and shards > 1 and len(shape) == 2 and shape[1] % shards == 0
 
 
-def sharded_first(shapes: Shapes, config: TrainerConfig, shards: int) -> Shapes:
-    """Return the shapes with the dimension first that FSDP shards."""
-    return {
-        name: tuple(reversed(shape)) if has_shards_of_columns(shape, config, shards) else shape
-        for name, shape in shapes.items()
-    }
+class Sharding(NamedTuple):
+    """Parameter as FSDP shards it: a rank's part of it under tensor or expert parallelism, cut along its rows.
+
+    Rows are cut into equal chunks, rounded up: a shard is padded. Stacked experts are divided among `mesh.ep`
+    consecutive ranks first, and each part is then sharded over the ranks that hold the same experts.
+    """
+
+    group: str
+    rows: int
+    """Length of the sharded dimension."""
+    row_numel: int
+    """Elements of each row."""
+    ranks: int
+    """Number of ranks that have a shard of this part."""
+    divided: int = 1
+    """Consecutive ranks of `dp_shard` that have different parts."""
+    by_columns: bool = False
+    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return self.rows * self.row_numel
+
+    @property
+    def shard(self) -> int:
+        """Elements of each rank's shard, with padding."""
+        return -(-self.rows // self.ranks) * self.row_numel
+
+    @property
+    def padded(self) -> int:
+        """Elements of all shards together."""
+        return self.shard * self.ranks
+
+    def own(self, shard_rank: int) -> int:
+        """Return the elements of the shard of a coordinate in `dp_shard`, without padding."""
+        return chunk_size(self.rows, self.ranks, shard_rank // self.divided) * self.row_numel
+
+
+def shardings(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, Sharding]:
+    """Return how FSDP shards each parameter over `shards` ranks, those of `dp_shard`."""
+    found = {}
+    for name, shape in shapes.items():
+        by_columns = has_shards_of_columns(shape, config, shards)
+        rows, *rest = reversed(shape) if by_columns else shape
+        group = group_of(name, config)
+        divided = config.mesh.ep if _is_of_experts(group, config) else 1
+        found[name] = Sharding(group, rows // divided, prod(rest), shards // divided, divided, by_columns)
+    return found
 
 
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
-    """Return the elements of a rank's shard of each group, by name.
-
-    The sharded dimension is cut into equal chunks, rounded up: a shard is padded. Experts are divided first, and then
-    sharded over the ranks that have the same ones.
-    """
+    """Return the elements of a rank's shard of each group, by name, with padding."""
     numels: dict[str, int] = {}
-    for parameter, (rows, *rest) in sharded_first(shapes, config, shards).items():
-        group = group_of(parameter, config)
-        ranks = config.mesh.ep if _is_of_experts(group, config) else 1
-        numels[group] = numels.get(group, 0) + -(-(rows // ranks) // (shards // ranks)) * prod(rest)
+    for sharding in shardings(shapes, config, shards=shards).values():
+        numels[sharding.group] = numels.get(sharding.group, 0) + sharding.shard
     return numels
 
 
@@ -169,8 +213,8 @@ def subgroup(ranks: int, dims: ParallelDims) -> str:
 
 
 def _is_of_experts(module: str, config: TrainerConfig) -> bool:
-    """Return whether a module has experts that are divided among ranks."""
-    return config.mesh.ep > 1 and module.endswith(_EXPERTS)
+    """Return whether a module has experts, or is inside of theirs, that are divided among ranks."""
+    return config.mesh.ep > 1 and f".{_EXPERTS}." in f"{module}."
 
 
 def kept_after_forward(group: str, config: TrainerConfig) -> bool:
@@ -278,6 +322,7 @@ class _Schedule:
         self.names: list[str] = []
         """Group of each event."""
         self._config, self._dims, self._numels, self._reduced = config, dims, numels, reduced
+        self._groups = present(groups(config), numels)
         self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
@@ -292,10 +337,10 @@ class _Schedule:
         self._left.clear()
         self._recomputed.clear()
         if micro_batch and self._config.evaluation != "none":
-            self._forward(groups(self._config), "evaluate")
-        self._forward(groups(self._config), "forward")
+            self._forward(self._groups, "evaluate")
+        self._forward(self._groups, "forward")
         self._during = ""
-        self._backward(groups(self._config), *communicates(self._config, micro_batch))
+        self._backward(self._groups, *communicates(self._config, micro_batch))
         self._unsharded.clear()  # groups prefetched after their backward are freed
 
     def _forward(self, among: Sequence[Group], phase: str) -> None:
