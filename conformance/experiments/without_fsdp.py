@@ -127,6 +127,8 @@ def _forward_backward(
     with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
         logits = model(inputs.to(device))
         loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
+        if config.model.n_experts:
+            loss = loss + model.balance_loss()
         mark("backward")
         loss.backward()  # type: ignore[no-untyped-call]
     marks.finish_backward()

@@ -102,19 +102,20 @@ def optimizer_temporaries(options: OptimizerConfig, matrices: Sequence[int], vec
 
 
 def scalars_of_norms(
-    order: float, parameters: int, replicated_over_tp: int, dims: ParallelDims, traits: VersionTraits
+    order: float, parameters: int, replicated_over_tp: int, meshes: Sequence[int], traits: VersionTraits
 ) -> int:
     """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
 
-    The inf-norm is that of local shards, of which the trainer reduces one number (`reference_trainer/clip.py`). Up to
-    torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks is then
-    put into the stack as a partial sum.
+    `meshes` are the sizes of the mesh's dimensions over which gradients are sharded. The inf-norm is that of local
+    shards, of which the trainer reduces one number (`reference_trainer/clip.py`). Up to torch 2.9 the stack is left
+    pending. The norm of a parameter that is replicated over tensor-parallel ranks is then put into the stack as a
+    partial sum.
     """
     if order == math.inf:
         return 2 * parameters
     if not traits.norms_reduced_one_by_one:
-        return 2 * parameters + replicated_over_tp * (dims.tp > 1)
-    reductions = (dims.dp_shard > 1) + (dims.tp > 1)
+        return 2 * parameters + replicated_over_tp
+    reductions = sum(size > 1 for size in meshes)
     return parameters * (2 + (2 + reductions if reductions else 0))
 
 
@@ -290,10 +291,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        parameters = sum(len(group) for group in self._trained.values())
-        order = self._config.optimizer.norm_order
-        scalars = scalars_of_norms(order, parameters, self._replicated_over_tp, self._dims, self._traits)
-        self._note(scalars * torch.float32.itemsize)
+        self._note(max(self._scalars_of_norms(divided) for divided in (False, True)) * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
         if not self._offloads:
@@ -302,6 +300,17 @@ class Walk:
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
+
+    def _scalars_of_norms(self, divided: bool) -> int:
+        """Return the number of scalars for the parameters of one mesh: that of experts that are divided, or the other.
+
+        Clipping takes the norms of one mesh after those of the other.
+        """
+        dims = self._dims
+        sharded = (dims.dp_shard // dims.ep, dims.ep) if divided else (dims.dp_shard, dims.tp)
+        parameters = sum((p.divided > 1) == divided for group in self._trained.values() for p in group)
+        order, replicated = self._config.optimizer.norm_order, 0 if divided else self._replicated_over_tp
+        return scalars_of_norms(order, parameters, replicated, sharded, self._traits)
 
     # Points in time of a group
 
@@ -441,6 +450,8 @@ class Walk:
         shard = self._gradient_shard[group]
         output, gradient = shard * self._reduce, shard * self._master
         self._hold("O", output)
+        if self._ranks[group] == 1 and self._is_divided(group):
+            self._note(output)  # the quotient, which a group of one shard copies to O
         if not self._all_reduces:
             self._held[f"partial {group}"] = output
             self._free("O")
@@ -457,6 +468,10 @@ class Walk:
             self._held[f"O {group}"] = self._held["O"]
         self._free("O")
         self._keep_reduced(group, gradient)
+
+    def _is_divided(self, group: str) -> bool:
+        """Return whether gradients are divided by a number of the trainer's, as those of experts on a mesh are."""
+        return self._config.gradient_divisor is not None or self._parameters[group][0].divided > 1
 
     def _keep_reduced(self, group: str, gradient: int) -> None:
         if not self._offloads:

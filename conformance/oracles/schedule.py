@@ -27,7 +27,7 @@ Shapes = Mapping[str, Sequence[int]]
 _EMBEDDING, _NORM, _OUTPUT, _EXPERTS = "tok_embeddings", "norm", "output", "feed_forward.experts"
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -14,10 +14,12 @@ from conformance.experiments.experts import Routing, exchange_rows, routing
 from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.expert_exchange import exchange_events
 from conformance.oracles.reference import Tensors, reference_run
 from conformance.oracles.virtual_ep import is_of_experts
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
+from reference_trainer.parallel_dims import resolve_mesh
 
 SWITCH_TRANSFORMERS = "https://arxiv.org/abs/2101.03961"
 ALL_TO_ALL = "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
@@ -25,6 +27,8 @@ DIVIDE_FACTOR = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
     "#torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor"
 )
+_NUMBERS = "int64"
+"""Dtype of numbers of rows."""
 
 
 @law("EP-1", where="model = experts and features <= 2", reference=ALL_TO_ALL)
@@ -113,16 +117,17 @@ def test_all_to_alls_follow_the_routing(run: Run, cell: Cell) -> None:
 
 def _exchanges(cell: Cell) -> Iterator[tuple[str, int, int]]:
     """Yield each phase with the elements of rows and the numbers of rows that all ranks send in it."""
-    model, data = cell.config.model, cell.config.data
-    recomputed = int(cell.activation_checkpointing != "none")
-    rows = model.n_layers * data.global_batch_size * data.seq_len * model.experts_per_token * model.dim
-    numbers = model.n_layers * cell.world_size * model.n_experts
-    yield "forward", 2 * rows, numbers
-    yield "backward", 2 * (1 + recomputed) * rows, recomputed * numbers
+    dims = resolve_mesh(cell.config.mesh, world_size=cell.world_size)
+    events = exchange_events(cell.config, dims)
+    for phase in ("forward", "backward"):
+        of_phase = [event for event in events if event.phase == phase]
+        rows = sum(event.numel for event in of_phase if event.dtype != _NUMBERS)
+        numbers = sum(event.numel for event in of_phase if event.dtype == _NUMBERS)
+        yield phase, cell.world_size * rows, cell.world_size * numbers
 
 
 def _sent(record: Record, step: int, phase: str, *, numbers: bool = False) -> int:
-    dtype = "int64" if numbers else dtype_policy(record.cell.precision).compute
+    dtype = _NUMBERS if numbers else dtype_policy(record.cell.precision).compute
     return sum(
         each.numel
         for facts in record.ranks
