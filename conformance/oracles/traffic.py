@@ -72,7 +72,7 @@ def step_events(
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
-        *_load_events(config, dims, mixtures=mixtures_in(full)),
+        *_load_events(config, dims, full),
         *_fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard), pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
         *unscale_events(config, dims),
@@ -132,16 +132,16 @@ def sent_bytes(kind: str, input_bytes: int, *, ranks: int) -> int:
             )
 
 
-def mixtures_in(shapes: Shapes) -> int:
-    """Return the number of blocks with experts among those of a model with parameters of these shapes."""
-    return sum(name.endswith(".router.weight") for name in shapes)
+def routed_experts(shapes: Shapes) -> list[int]:
+    """Return the number of experts of each block that has some, in a model with parameters of these shapes."""
+    return [shape[0] for name, shape in shapes.items() if name.endswith(".router.weight")]
 
 
-def _load_events(config: TrainerConfig, dims: ParallelDims, *, mixtures: int) -> list[Event]:
+def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> list[Event]:
     """Sums of the numbers of tokens by expert over all data, in each block's forward and where it is recomputed."""
     phases = ("forward", "backward") if config.activation_checkpointing != "none" else ("forward",)
     one = [each for phase in phases for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))]
-    return mixtures * [msgspec.structs.replace(each, numel=config.model.n_experts) for each in one]
+    return [msgspec.structs.replace(each, numel=experts) for experts in routed_experts(full) for each in one]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

@@ -4,6 +4,7 @@ Parameters, gradients, buffers of collectives and the optimizer follow the memor
 with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -18,7 +19,7 @@ from conformance.oracles.expert_exchange import exchange_events
 from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
 from conformance.oracles.schedule import Event
 from conformance.oracles.tp_schedule import shards
-from conformance.oracles.traffic import add_up, mixtures_in, ranks_in, sent_bytes, step_events
+from conformance.oracles.traffic import add_up, ranks_in, routed_experts, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
 from conformance.sizing.activations import KEPT, LOGITS, estimated_profile, estimated_stages_profile, kept_for_backward
 from conformance.sizing.decoder import Decoder, Experts, Workload
@@ -120,9 +121,9 @@ class PhaseTraffic(msgspec.Struct, frozen=True):
     phase: str
     kind: str
     group: str
-    """Mesh dimension whose ranks take part."""
+    """Mesh dimension whose ranks take part; `dp_shard/8` for eight of its ranks, which share experts."""
     ranks: int
-    """Number of these ranks."""
+    """Number of ranks that take part."""
     dtype: str
     count: int
     input_bytes: int
@@ -265,11 +266,12 @@ def _events(workload: Workload, stage: int) -> list[Event]:
 def _traffic(workload: Workload, stage: int) -> list[PhaseTraffic]:
     """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
     config, dims, rows = workload.config, workload.dims, []
-    exchanges = exchange_events(config, dims, mixtures=mixtures_in(workload.decoder.shapes()))
+    exchanges = exchange_events(config, dims, mixtures=len(routed_experts(workload.decoder.shapes())))
     for (phase, group, kind, dtype), traffic in add_up([*_events(workload, stage), *exchanges]).items():
         ranks = ranks_in(group, dims)
         sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
-        rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
+        name = "ep" if kind == "all_to_all" else group
+        rows.append(PhaseTraffic(phase, kind, name, ranks, dtype, traffic.count, traffic.nbytes, sent))
     rows += _transfers(config, dims, stage) if dims.pp > 1 else []
     order = get_args(Phase)
     return sorted(rows, key=lambda row: order.index(row.phase))
@@ -297,6 +299,12 @@ def configuration(request: Request) -> Workload:
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
+    require(
+        re.search(r"(^|-)cp\d", request.mesh) is None,
+        f"mesh {request.mesh}: context parallelism (cp) is not modelled. The trainer has no such dimension, and with it "
+        "no run to compare with: what ring attention keeps of other ranks' keys and values, and how its load balancer "
+        "cuts sequences, differ between torch's releases; use a mesh without cp, and the --seq-len of one rank",
+    )
     mesh = Mesh.parse(request.mesh)
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {

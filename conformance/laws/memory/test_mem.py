@@ -87,6 +87,8 @@ def _losses_bytes(cell: Cell) -> int:
 def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     """Require that full activation checkpointing holds of each block its input, and the state of random numbers.
 
+    A block with experts also has a balance loss, in fp32, with the factor of its backward, a double.
+
     The memory model takes activations from a run without FSDP, which checkpoints as well: too much is on both sides.
     """
     __tracebackhide__ = True
@@ -98,6 +100,7 @@ def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     tokens = config.data.global_batch_size * config.data.seq_len // dims.dp // config.accumulation
     tokens //= dims.tp if config.sequence_parallel else 1
     expected = tokens * config.model.dim * itemsize_bytes(config, "compute") + torch.get_rng_state().nbytes
+    expected += torch.float32.itemsize + torch.float64.itemsize if config.model.n_experts else 0
     detail, unit = "the last block", "bytes"
     compare.count(block_bytes, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
 
