@@ -15,8 +15,8 @@ from conformance.__main__ import main
 from conformance.oracles.expert_exchange import exchange_events
 from conformance.oracles.traffic import add_up, step_events
 from conformance.plan.cells import Cell
-from conformance.sizing.activations import KEPT
-from conformance.sizing.prediction import KINDS, Prediction, Request, checkpointing_kinds, prediction
+from conformance.sizing.activations import KEPT, estimated_profile
+from conformance.sizing.prediction import KINDS, Prediction, Request, checkpointing_kinds, configuration, prediction
 from reference_trainer.parallel_dims import resolve_mesh
 from tests.fast.sizing.test_models import NO_ARGUMENTS, PUBLISHED
 
@@ -87,12 +87,16 @@ def test_exchanged_rows_need_memory(checkpointing: str, groups: str) -> None:
 
     A rank with all experts has the largest product instead, of twice 64 elements.
     """
-    options: dict[str, Any] = {"seq_len": 4096, "activation_checkpointing": checkpointing, "groups": groups}
-    options |= {"logits": "chunked"}
-    whole, divided = (small("vocab_size=8", mesh=mesh, **options).phases["forward"] for mesh in ("dp4", "dp4-ep2"))
-    assert abs(divided.end_bytes - whole.end_bytes) < 8 * EACH * 2
-    more = divided.kinds_at_peak["temporaries"] - whole.kinds_at_peak["temporaries"]
-    assert more == (4 - 1) * 4096 * 2 * 64 * 2
+    for mesh, mark, copies in (("dp4", "forward layers.3", 1), ("dp4-ep2", "forward layers.3.feed_forward.experts", 4)):
+        request = Request(
+            model="llama3-8b",
+            mesh=mesh,
+            overrides=[*SIZES, *EXPERTS],
+            activation_checkpointing=checkpointing,
+            groups=groups,
+        )
+        segments = {segment.mark: segment for segment in estimated_profile(configuration(request))}
+        assert segments[mark].peak_bytes - segments[mark].end_bytes == copies * request.seq_len * 2 * 64 * 2
 
 
 def test_the_trainers_experts(tmp_path: Path) -> None:
