@@ -76,7 +76,8 @@ def _costs(workload: Workload) -> _Costs:
     computed = logits * compute // _FP32_BYTES
     held = {"kept": computed, "kept-fp32": logits}.get(workload.logits, 0)
     loss = held + logits
-    experts = {outer.name: inner.name for outer in _groups(workload) for inner in outer.inner if _is_block(outer.name)}
+    inner = (name for name in names if name.startswith("layers.") and not _is_block(name))
+    experts = {".".join(name.split(".")[:2]): name for name in inner}
     exchanged, returned = (nbytes(width) for width in (_exchanged, _returned_in_exchange))
     saved, every = nbytes(KEPT[workload.checkpointing]), nbytes(KEPT["none"])
     recomputed = {name: every[name] - saved[name] for name in names}
