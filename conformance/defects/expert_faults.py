@@ -165,7 +165,7 @@ def exchanged_rows_kept(benign: bool, original: Call, ctx: Any, rows: Tensor, *s
 def recomputed_balance_loss_kept(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
 ) -> Any:
-    """A block keeps the balance loss that backward computes once more, and with it what has been recomputed for it."""
+    """A block keeps the balance loss that backward recomputes, whose graph holds recomputed activations."""
     loss = original(mixture, routes, load)
     mixture.balance_loss = mixture.balance_loss if benign else None
     return loss

@@ -77,14 +77,14 @@ def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
     """Return the bytes of a rank's sharded parameters, with padding."""
-    parts = shardings(shapes, config, shards=dims.dp_shard).values()
-    return _master_bytes(config) * sum(sharding.shard for sharding in parts)
+    sharded = shardings(shapes, config, shards=dims.dp_shard).values()
+    return _master_bytes(config) * sum(sharding.shard for sharding in sharded)
 
 
 def _padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, shard_rank: int) -> int:
     """Return the bytes of padding of a rank's sharded parameters; the first rank has none."""
-    parts = shardings(shapes, config, shards=dims.dp_shard).values()
-    return _master_bytes(config) * sum(sharding.shard - sharding.own(shard_rank) for sharding in parts)
+    sharded = shardings(shapes, config, shards=dims.dp_shard).values()
+    return _master_bytes(config) * sum(sharding.shard - sharding.own(shard_rank) for sharding in sharded)
 
 
 def _master_bytes(config: TrainerConfig) -> int:

@@ -291,7 +291,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        self._note(max(self._scalars_of_norms(divided) for divided in (False, True)) * torch.float32.itemsize)
+        self._note(max(self._scalars_of_norms(experts=each) for each in (False, True)) * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
         if not self._offloads:
@@ -301,15 +301,15 @@ class Walk:
         self._phase = "idle"
         self._note()
 
-    def _scalars_of_norms(self, divided: bool) -> int:
-        """Return the number of scalars for the parameters of one mesh: that of experts that are divided, or the other.
+    def _scalars_of_norms(self, *, experts: bool) -> int:
+        """Return the number of scalars for the parameters of one mesh: that of experts, or that of all others.
 
         Clipping takes the norms of one mesh after those of the other.
         """
         dims = self._dims
-        sharded = (dims.dp_shard // dims.ep, dims.ep) if divided else (dims.dp_shard, dims.tp)
-        parameters = sum((p.divided > 1) == divided for group in self._trained.values() for p in group)
-        order, replicated = self._config.optimizer.norm_order, 0 if divided else self._replicated_over_tp
+        sharded = (dims.dp_shard // dims.ep, dims.ep) if experts else (dims.dp_shard, dims.tp)
+        parameters = sum((p.ep > 1) == experts for group in self._trained.values() for p in group)
+        order, replicated = self._config.optimizer.norm_order, 0 if experts else self._replicated_over_tp
         return scalars_of_norms(order, parameters, replicated, sharded, self._traits)
 
     # Points in time of a group
@@ -450,7 +450,7 @@ class Walk:
         shard = self._gradient_shard[group]
         output, gradient = shard * self._reduce, shard * self._master
         self._hold("O", output)
-        if self._ranks[group] == 1 and self._is_divided(group):
+        if self._ranks[group] == 1 and self._has_own_factor(group):
             self._note(output)  # the quotient, which a group of one shard copies to O
         if not self._all_reduces:
             self._held[f"partial {group}"] = output
@@ -469,9 +469,9 @@ class Walk:
         self._free("O")
         self._keep_reduced(group, gradient)
 
-    def _is_divided(self, group: str) -> bool:
+    def _has_own_factor(self, group: str) -> bool:
         """Return whether gradients are divided by a number of the trainer's, as those of experts on a mesh are."""
-        return self._config.gradient_divisor is not None or self._parameters[group][0].divided > 1
+        return self._config.gradient_divisor is not None or self._parameters[group][0].ep > 1
 
     def _keep_reduced(self, group: str, gradient: int) -> None:
         if not self._offloads:

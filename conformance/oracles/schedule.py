@@ -162,8 +162,8 @@ class Sharding(NamedTuple):
     """Elements of each row."""
     ranks: int
     """Number of ranks that have a shard of this part."""
-    divided: int = 1
-    """Consecutive ranks of `dp_shard` that have different parts."""
+    ep: int = 1
+    """Consecutive ranks of `dp_shard` that hold different experts."""
     by_columns: bool = False
     """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
 
@@ -184,7 +184,7 @@ class Sharding(NamedTuple):
 
     def own(self, shard_rank: int) -> int:
         """Return the elements of the shard of a coordinate in `dp_shard`, without padding."""
-        return chunk_size(self.rows, self.ranks, shard_rank // self.divided) * self.row_numel
+        return chunk_size(self.rows, self.ranks, shard_rank // self.ep) * self.row_numel
 
 
 def shardings(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, Sharding]:
@@ -194,8 +194,8 @@ def shardings(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str
         by_columns = has_shards_of_columns(shape, config, shards)
         rows, *rest = reversed(shape) if by_columns else shape
         group = group_of(name, config)
-        divided = config.mesh.ep if _is_of_experts(group, config) else 1
-        found[name] = Sharding(group, rows // divided, prod(rest), shards // divided, divided, by_columns)
+        ep = config.mesh.ep if _is_of_experts(group, config) else 1
+        found[name] = Sharding(group, rows // ep, prod(rest), shards // ep, ep, by_columns)
     return found
 
 

@@ -45,7 +45,7 @@ class _Costs:
     gradients: dict[str, int]
     """Gradients of the group's parameters."""
     experts: dict[str, str]
-    """Group of the experts of each block that has one inside of its own; its activations count as the block's."""
+    """Group of experts by block, where they are a group inside of the block's; its activations count as the block's."""
     gradient_of_embedding: int
     """Gradient of the embedding's weight."""
     gradients_of_logits: int

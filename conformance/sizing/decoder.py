@@ -227,7 +227,11 @@ class Decoder(Config, frozen=True, kw_only=True):
 
     def as_trainer(self) -> ModelConfig:
         """Return the trainer's model of these sizes. Raises UsageError for a structure that it does not have."""
-        lacks = [name for name in ("norms", "sinks", "experts", "latents") if getattr(self, name)]
+        if self.experts:
+            raise UsageError(
+                "--simulate: data alone tells how many rows an expert gets, and fake tensors have none: leave it out"
+            )
+        lacks = [name for name in ("norms", "sinks", "latents") if getattr(self, name)]
         lacks += ["head_dim"] if self.head_width * self.n_heads != self.dim else []
         lacks += ["biases"] if set(self.biases) not in (set(), {*_ATTENTION, *_FEED_FORWARD}) else []
         if lacks:

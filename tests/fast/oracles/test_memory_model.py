@@ -296,7 +296,7 @@ def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
 
 
 def test_experts_on_a_mesh_of_their_own_have_fewer_shards() -> None:
-    """Of eight experts a rank of two has four, which two ranks shard; the rest of a block is sharded over four."""
+    """Each of two ranks has four of eight experts, which two ranks shard; the rest of a block is sharded over four."""
     config, dims, shapes = sizes_of(Cell(mesh="dp4-ep2", model="experts", reshard="never"))
     experts = [name for name in shapes if name.startswith("layers.0.") and ".experts." in name]
     numel = sum(torch.Size(shapes[name]).numel() for name in experts)
@@ -334,7 +334,7 @@ def test_recomputed_experts_stay_for_backward() -> None:
 def test_norms_of_experts_are_taken_after_those_of_the_rest() -> None:
     """The peak of clipping has scalars of one mesh: two, and in a p-norm two and one for each dimension of it."""
     for norm, each in (("2", 2 + 2 + 1), ("inf", 2)):
-        config, dims, shapes = sizes_of(Cell(mesh="dp4-ep2", model="experts", norm_type=norm))
+        config, dims, shapes = sizes_of(Cell(mesh="dp4-ep2", model="experts").but(norm_type=norm))
         rest = sum(".experts." not in name for name in shapes)
         clip = predict(config, dims, shapes, empty_profile())["clip"]
         assert clip.peak_bytes - clip.end_bytes == 4 * rest * each

@@ -29,7 +29,7 @@ ROWS = 128 * 2 * 64
 
 
 def small(*overrides: str, mesh: str = "dp4-ep2", **options: Any) -> Prediction:
-    defaults = {"model": "llama3-8b", "seq_len": 128, "overrides": [*SIZES, *EXPERTS, *overrides]}
+    defaults: dict[str, Any] = {"model": "llama3-8b", "seq_len": 128, "overrides": [*SIZES, *EXPERTS, *overrides]}
     return prediction(Request(**defaults | options, mesh=mesh))
 
 
@@ -39,7 +39,7 @@ def sent(predicted: Prediction, phase: str, kind: str, dtype: str) -> list[tuple
 
 
 def test_a_block_gathers_the_experts_of_its_rank_alone() -> None:
-    """Of eight experts a rank has four; each of the two with the same four has a shard of two."""
+    """A rank has four of eight experts; each of the two with the same four has a shard of two."""
     whole, divided = small(mesh="dp4"), small()
     assert divided.parameters == whole.parameters
     assert divided.state_bytes == whole.state_bytes
@@ -216,3 +216,9 @@ def test_refused_requests(options: dict[str, Any], message: str, capsys: pytest.
 def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--model=llama3-8b", "--mesh=dp4-ep2"]) == 4
     assert "the model has no experts that ep could divide; use a mesh without ep" in capsys.readouterr().err
+
+
+def test_rows_of_experts_cannot_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"--set={override}" for override in [*SIZES, *EXPERTS]]
+    assert main(["predict", "--model=llama3-8b", "--mesh=dp4-ep2", *given, "--simulate"]) == 4
+    assert "data alone tells how many rows an expert gets" in capsys.readouterr().err

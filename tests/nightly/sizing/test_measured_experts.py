@@ -52,7 +52,7 @@ def job_and_prediction(cell: Cell, folder: Path) -> tuple[Job, Prediction]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])
 def test_measured_peaks(precision: str, checkpointing: str, tmp_path: Path) -> None:
     """State, gradients and clipping are as predicted; peaks with activations, an estimate, come within 4 %."""
-    cell = Cell(mesh="dp4-ep2", model="experts", precision=precision, activation_checkpointing=checkpointing)
+    cell = Cell(mesh="dp4-ep2", model="experts").but(precision=precision, activation_checkpointing=checkpointing)
     job, predicted = job_and_prediction(cell, tmp_path)
     memory = step_in_simulation.perform(CONTEXT, job)
     held_bytes, usages = memory.held_before_bytes, usage_by_phase(memory.segments)
@@ -74,7 +74,7 @@ def test_the_estimate_is_what_operators_keep_but_for_norms_and_routers(
     A block also keeps four orders of the rows, and of each token the probabilities of all experts, and the chosen
     ones with their number, probability and weight.
     """
-    cell = Cell(mesh="dp4-ep2", model="experts", precision=precision)
+    cell = Cell(mesh="dp4-ep2", model="experts").but(precision=precision)
     job, predicted = job_and_prediction(cell, tmp_path)
     kept_bytes = kept_for_backward(profile_without_fsdp.perform(CONTEXT, job))
     not_fused = bytes_of_norms * TOKENS * SIZES["dim"] * (2 * SIZES["n_layers"] + 1)
