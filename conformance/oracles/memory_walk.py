@@ -3,7 +3,8 @@
 The step is that of FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): each
 buffer is held from one point in time to another. The memory of the model itself, activations and gradients of all
 unsharded parameters, comes from a run without FSDP (`experiments.without_fsdp`), which is marked at the same points.
-Buffers of a group, of n elements with padding and s = n / ranks in each shard:
+Buffers of a group, of n elements with padding and s = n / ranks in each shard (experts on a mesh of their own, of which
+a rank holds some, have fewer ranks than the rest of their block, see `schedule.Sharding`):
 
     A  n of the compute dtype   output of the all-gather, of which the input is a slice; in forward until the next group
                                 has copied its own out (up to torch 2.14; from 2.15 on until it begins to), in backward
@@ -17,6 +18,11 @@ Buffers of a group, of n elements with padding and s = n / ranks in each shard:
     B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
     cut                         the last gradient that was cut into columns, of parameters that are sharded by columns
     L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
+
+A group of one shard whose gradients are divided by a number of the trainer's needs O once more for the quotient. Where
+checkpointing recomputes a block in backward, the groups inside of it are gathered for that, and stay for their own
+backward; A is freed when the recomputed forward of the group is over. Rows that ranks exchange for experts are among
+the activations: a run without FSDP exchanges them as well.
 
 On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
 
