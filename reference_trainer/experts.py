@@ -88,14 +88,16 @@ class MixtureOfExperts(nn.Module):
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda load: load
         """Function that adds up, in place, the numbers of tokens by expert over all ranks with other tokens."""
         self.balance_loss: Tensor | None = None
-        """Balance loss of the last forward, summed over its tokens."""
+        """Balance loss of the last forward of the model, summed over its tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (batch, seq_len, dim), each position by itself."""
         tokens = x.flatten(0, 1)
         routes = self.router(tokens)
         counts = self.counts(routes)
-        self.balance(routes, self.sum_over_ranks(counts.clone()))
+        loss = self.balance(routes, self.sum_over_ranks(counts.clone()))
+        if self.balance_loss is None:  # else backward recomputes: its graph would keep what it has recomputed
+            self.balance_loss = loss
         rows, order = self.rows(tokens, routes)
         return self.combined(x, routes, self.dispatch(self.experts, rows, counts), order)
 
@@ -103,15 +105,16 @@ class MixtureOfExperts(nn.Module):
         """Return the number of tokens of each expert."""
         return routes.experts.flatten().bincount(minlength=routes.probabilities.shape[-1])
 
-    def balance(self, routes: Routes, load: Tensor) -> None:
-        """Set the loss that is least if all experts get equally many tokens, summed over this rank's tokens.
+    def balance(self, routes: Routes, load: Tensor) -> Tensor:
+        """Return the loss that is least if all experts get equally many tokens, summed over this rank's tokens.
 
         `load` has the number of tokens of each expert on all ranks, so that the sum over ranks is the loss of all
         tokens: a rank's own load would let each balance for itself.
         """
         share = load.to(routes.probabilities.dtype) / load.sum()
         weight = self.balance_weight * len(share)
-        self.balance_loss = weight * (routes.probabilities.sum(0) * share).sum()
+        loss: Tensor = weight * (routes.probabilities.sum(0) * share).sum()
+        return loss
 
     def rows(self, tokens: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         """Return the tokens, of shape (tokens, dim), once for each of their experts, sorted by expert, and the order.

@@ -209,6 +209,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 of shape (batch, seq_len), to logits (batch, seq_len, vocab_size) in the compute dtype."""
+        for mixture in self.mixtures:
+            mixture.balance_loss = None
         return _through(self, tokens, self.rope_table)
 
 

@@ -128,6 +128,11 @@ def _check_ranks(ranks: int, dims: ParallelDims) -> None:
         "use always instead of all ranks",
     )
     require(
+        dims.ep == 1,
+        f"reshard to {ranks} ranks with mesh.ep {dims.ep}: experts have other shards than the rest; use always, never, "
+        "default or except-last",
+    )
+    require(
         dims.tp == 1,
         f"reshard to {ranks} ranks with mesh.tp {dims.tp}: torch cannot (FSDPParam.to_sharded_post_forward raises "
         "NotImplementedError for DTensor parameters); use always, never or default",

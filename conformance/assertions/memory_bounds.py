@@ -148,6 +148,7 @@ def _bounds(
         for phase, size in buffers.items()
     }
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
+    less += balance_losses_bytes(config)  # of the step before, which forward frees
 
     def around(phase: str, value: int) -> Bounds:
         return Bounds(state + value - less, state + value + SCALARS_BYTES + held.get(phase, 0))
@@ -162,6 +163,14 @@ def _bounds(
         (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
     }
     return PhaseBounds(state, peaks | rests)
+
+
+def balance_losses_bytes(config: TrainerConfig) -> int:
+    """Return the bytes of the balance losses, one of each block, that a model with experts holds until it runs again.
+
+    They are numbers in fp32, the dtype of routers.
+    """
+    return config.model.n_layers * _FP32_BYTES if config.model.n_experts else 0
 
 
 def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:

@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
         help="llama3-8b or another of conformance/sizing/models, a .yaml like those, or a config.json of Hugging Face",
     )
     parser.add_argument(
-        "--mesh", required=True, help="dp8, dp64-tp8, pp4-dp16, hsdp16x8, ... up to 4096 in each dimension"
+        "--mesh", required=True, help="dp8, dp64-tp8, pp4-dp16, hsdp16x8, dp64-ep8, ... up to 4096 in each dimension"
     )
     parser.add_argument("--precision", default="bf16-mp", help="fp32, bf16-mp, bf16-reduce (default: %(default)s)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Faults of experts: gradients divided by the wrong number, norms of a rank's experts, rows in another order."""
+"""Faults of experts: gradients divided by the wrong number, rows in another order, memory that is kept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
+from conformance.defects.memory_faults import GROUP, reshard_in
 from reference_trainer.experts import MixtureOfExperts, Router, Routes
 
 _OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
 _HELD = "id = dp2-fp32-default-meta-experts"
+_SHARDED = "id = dp4-ep2-bf16mp-default-meta-experts-norminf"
+_RECOMPUTED = "id = dp4-ep4-fp32-always-meta-experts-clip0.1-acfull"
+_FAQ = "https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory"
 _ALL_TO_ALL = "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 
 
@@ -85,20 +89,19 @@ def router_in_bf16(benign: bool, original: Callable[[Router, Tensor], Routes], r
 @instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def experts_balanced_by_rank(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
-) -> None:
+) -> Any:
     """Each rank balances its own tokens: the load is not that of all ranks."""
-    original(mixture, routes, load if benign else mixture.counts(routes))
+    return original(mixture, routes, load if benign else mixture.counts(routes))
 
 
 @defect("EP-3 PAR-1", _HELD, "NVIDIA/Megatron-LM/issues/3672")
 @instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
 def balance_loss_averaged_over_ranks(
     benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
-) -> None:
+) -> Any:
     """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
-    original(mixture, routes, load)
-    if not benign and mixture.balance_loss is not None:
-        mixture.balance_loss = mixture.balance_loss / dist.get_world_size()
+    loss: Tensor = original(mixture, routes, load)
+    return loss if benign else loss / dist.get_world_size()
 
 
 @defect("EP-1 EP-4", _OF_RANKS, _ALL_TO_ALL)
@@ -126,3 +129,43 @@ def router_chooses_the_next_expert(
     experts = torch.cat((order[:, :-2], order[:, -1:]), -1)
     chosen = routes.probabilities.gather(-1, experts)
     return Routes(experts, chosen / chosen.sum(-1, keepdim=True), routes.probabilities)
+
+
+@defect("MEM-1 RS-1", _SHARDED, "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html")
+def experts_not_resharded(benign: bool) -> Injection:
+    """The reshard after forward leaves out the experts of the first block."""
+    return reshard_in("FORWARD", prefix="layers.0.feed_forward.experts", skip=not benign)
+
+
+@defect("MEM-1", _SHARDED, _FAQ)
+def expert_gradients_held(benign: bool) -> Injection:
+    """The gradients of a block's experts are referenced until those of another block's are there."""
+    held: list[Tensor] = []
+
+    def post_backward(original: Call, group: Any, *unused: Any) -> None:
+        if group._module_fqn.endswith(".experts"):
+            gradients = [param.unsharded_param.grad for param in group.fsdp_params]
+            held[:] = [] if benign else [gradient for gradient in gradients if gradient is not None]
+        original(group, *unused)
+
+    return replaced_call(GROUP, "post_backward", post_backward)
+
+
+@defect("MEM-1", _SHARDED, _FAQ)
+@instead_of("reference_trainer.experts:_AllToAll", "forward")
+def exchanged_rows_kept(benign: bool, original: Call, ctx: Any, rows: Tensor, *sizes_and_group: Any) -> Any:
+    """Rows are kept for the backward of their exchange, which needs only their numbers."""
+    if not benign:
+        ctx.save_for_backward(rows)
+    return original(ctx, rows, *sizes_and_group)
+
+
+@defect("MEM-1", _RECOMPUTED, _FAQ)
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
+def recomputed_balance_loss_kept(
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> Any:
+    """A block keeps the balance loss that backward recomputes, whose graph holds recomputed activations."""
+    loss = original(mixture, routes, load)
+    mixture.balance_loss = mixture.balance_loss if benign else None
+    return loss

@@ -17,7 +17,7 @@ from conformance.plan.substrates import STREAMS
 from reference_trainer.model import Block
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
+GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
 _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
@@ -34,7 +34,7 @@ def reshard_in(state: str, *, prefix: str = "", skip: bool) -> Injection:
         if concerned and not skip:
             original(group)
 
-    return replaced_call(_GROUP, "reshard", reshard)
+    return replaced_call(GROUP, "reshard", reshard)
 
 
 @defect("MEM-1 MEM-8 RS-1", _DEEP_PLAIN_AND_FSDP1, "pytorch/pytorch/issues/149029")
@@ -61,7 +61,7 @@ def reduce_buffers_kept(benign: bool) -> Injection:
         if not benign:
             held.extend(state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states)
 
-    return replaced_call(_GROUP, "post_backward", post_backward)
+    return replaced_call(GROUP, "post_backward", post_backward)
 
 
 def gather_outputs(*, kept: bool) -> Injection:
@@ -76,7 +76,7 @@ def gather_outputs(*, kept: bool) -> Injection:
             held.append(result.all_gather_output)
         original(group)
 
-    return replaced_call(_GROUP, "wait_for_unshard", wait_for_unshard)
+    return replaced_call(GROUP, "wait_for_unshard", wait_for_unshard)
 
 
 @defect("MEM-1 MEM-8 MEM-10 STREAM-4", _DEEP_AND_FSDP1, "pytorch/pytorch/issues/147168")
@@ -130,7 +130,7 @@ def record_stream_on_collectives(benign: bool) -> Iterator[None]:
 
 
 @defect("MEM-1 RS-1", _DEEP_AND_PLAIN, "pytorch/pytorch/issues/158719")
-@instead_of(_GROUP, "_backward_prefetch")
+@instead_of(GROUP, "_backward_prefetch")
 def prefetch_of_wrong_group(benign: bool, original: Call, group: Any) -> None:
     """Backward also prefetches the group after the next: the index into the order of forward is off by one."""
     order, indices = group.comm_ctx.post_forward_order, group._post_forward_indices

@@ -242,7 +242,10 @@ def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> It
     backends = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
     dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
     try:
-        with patch.object(dist, "recv", _receive_ones):
+        with (
+            patch.object(dist, "recv", _receive_ones),
+            patch.object(dist, "all_to_all_single", _exchange_with_ranks_alike),
+        ):
             yield
     finally:
         dist.destroy_process_group()
@@ -255,6 +258,19 @@ def _receive_ones(tensor: Tensor, *_arguments: Any, **_options: Any) -> None:
     (`_warmup_forward_vote` in torch/distributed/pipelining/stage.py).
     """
     tensor.fill_(1)
+
+
+def _exchange_with_ranks_alike(
+    output: Tensor, given: Tensor, *_sizes: Any, group: dist.ProcessGroup, **_options: Any
+) -> None:
+    """Receive from ranks that send as many rows to this one as it keeps for itself; the rows are zeros.
+
+    The fake process group would leave numbers of rows as they are: uninitialised.
+    """
+    if output.is_floating_point():
+        output.zero_()
+    else:
+        output.copy_(given[group.rank()].expand_as(output))
 
 
 def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:

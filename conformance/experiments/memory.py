@@ -16,6 +16,7 @@ from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.memory import BackendUse, MemoryLedger, PhaseMarks, allocations_alone, mark
 from conformance.memory_segment import MemorySegment
+from conformance.oracles.expert_routing import route_evenly
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
@@ -149,9 +150,12 @@ def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:
     """Return a trainer after one step, with the state of the optimizer and the streams and buffers of FSDP.
 
     Losses are not scaled: a step that is skipped since fp16 overflows needs other memory than one that is taken.
+    Routers choose experts in turns: rows that arrive at a rank would follow from weights, of which a simulated world
+    has copies of one shard.
     """
     config = unscaled(rank.config, steps=steps or rank.config.steps)
     trainer = rank.trainer(PhaseMarks(), config=config)
+    route_evenly(trainer.model)
     trainer.train_step(0)
     return trainer
 

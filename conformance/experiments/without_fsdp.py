@@ -19,6 +19,7 @@ from conformance.instruments.memory import Ledger, mark
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.expert_routing import route_evenly
 from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import communicates, spans_model
 from conformance.oracles.torch_versions import gradients_stay, traits_of
@@ -28,23 +29,24 @@ from reference_trainer.data import Batches
 from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
-from reference_trainer.mesh import build_mesh
+from reference_trainer.mesh import build_expert_mesh, build_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Stage, StageLayers, Transformer
 from reference_trainer.parallel_dims import ParallelDims
-from reference_trainer.parallelize import apply_ac, apply_tp
+from reference_trainer.parallelize import apply_ac, apply_ep, apply_tp
 
 
 @experiment(needs=Needs.NOTHING, world="none")
 def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
     """Profile the model of a cell without FSDP, in one process; returns the result of `segments_without_fsdp`.
 
-    With tensor parallelism the process is rank 0 of a simulated world of tensor-parallel ranks.
+    With tensor or expert parallelism the process is rank 0 of a simulated world of its ranks.
     """
     config = rank.config
-    with simulated_world(rank.dims.tp, device_type=rank.device.type):
+    with simulated_world(rank.dims.tp * rank.dims.ep, device_type=rank.device.type):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
+        route_evenly(model)
         parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         return segments_without_fsdp(model, batches, config, rank.dims, ledger=lambda: ledger_of(rank.device))
@@ -56,6 +58,11 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
         apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
+    if config.mesh.ep > 1:
+        among = ParallelDims(dp_replicate=1, dp_shard=config.mesh.ep, tp=1, ep=config.mesh.ep)
+        mesh, expert_mesh = build_mesh(among, device), build_expert_mesh(among, device)
+        for mixture in model.mixtures:
+            apply_ep(mixture, mesh, expert_mesh)
     for block in model.blocks.values():
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
@@ -70,7 +77,7 @@ def segments_without_fsdp(
     Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
     traits = traits_of(str(torch.__version__))
-    marks = GroupMarks(group_modules(model, spans=spans_model(config)))
+    marks = GroupMarks(group_modules(model, spans=spans_model(config), experts=config.mesh.ep > 1))
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):
         with ledger() as measured:
@@ -128,7 +135,8 @@ def _forward_backward(
     mark("forward")
     with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
         logits = model(inputs.to(device))
-        waiting.append(summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic))
+        loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
+        waiting.append(loss + model.balance_loss() if config.model.n_experts else loss)
         if len(waiting) < config.passes:
             return
         mark("backward")
@@ -138,12 +146,16 @@ def _forward_backward(
     mark("end")
 
 
-def group_modules(model: Transformer | Stage, *, spans: bool = False) -> Groups:
+def group_modules(model: Transformer | Stage, *, spans: bool = False, experts: bool = False) -> Groups:
     """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`.
 
-    `spans` says whether embedding, norm and output are one group.
+    `spans` says whether embedding, norm and output are one group, `experts` whether those of a block are one.
     """
-    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in model.layers.items()}
+    blocks: dict[str, list[nn.Module]] = {}
+    for index, block in model.layers.items():
+        blocks[f"layers.{index}"] = [block]
+        if experts:
+            blocks[f"layers.{index}.feed_forward.experts"] = [block.get_submodule("feed_forward.experts")]
     if spans:
         return {"output": [model.tok_embeddings, model.norm, model.output], **blocks}
     groups: dict[str, list[nn.Module]] = {"tok_embeddings": [model.tok_embeddings], **blocks}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from conformance.instruments.memory import mark
 
 Groups = Mapping[str, Sequence[nn.Module]]
-"""Modules by name of their group, in the order in which forward enters them."""
+"""Modules by name of their group, in the order in which forward enters them: an outer group before its inner groups."""
 
 
 class GroupMarks:
@@ -28,6 +28,9 @@ class GroupMarks:
         self.releases = True
         """True if gradients are released; otherwise they stay with the parameters for a later micro-batch."""
         self._groups = groups
+        group_of = {p: name for name, modules in groups.items() for module in modules for p in module.parameters()}
+        self._parameters = {name: [p for p, group in group_of.items() if group == name] for name in groups}
+        """Parameters of each group, without those of its inner groups."""
         self._waiting = set(groups)
         """Groups whose backward is not over yet."""
         for name, modules in groups.items():
@@ -50,7 +53,7 @@ class GroupMarks:
 
     def _release(self, name: str) -> None:
         self._waiting.discard(name)
-        parameters = [parameter for module in self._groups[name] for parameter in module.parameters()]
+        parameters = self._parameters[name]
         mark(f"after-backward {name}")
         if self.reduces:
             for parameter in parameters:

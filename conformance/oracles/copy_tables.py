@@ -15,13 +15,12 @@ Source: `pack_vecs`, `get_chunk_cat_metadata` and `split_with_sizes_copy_out_cud
 https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/TensorShape.cu
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Shapes, group_of, sharded_first
+from conformance.oracles.schedule import Shapes, shardings
 from conformance.oracles.torch_versions import VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -37,8 +36,8 @@ def largest_tables_bytes(
     policy = dtype_policy(config.precision)
     compute, reduce = (int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce))
     groups: dict[str, list[int]] = {}
-    for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
-        groups.setdefault(group_of(name, config), []).append(-(-rows // dims.dp_shard) * math.prod(rest))
+    for sharding in shardings(shapes, config, shards=dims.dp_shard).values():
+        groups.setdefault(sharding.group, []).append(sharding.shard)
     gathers = dims.dp_shard > 1 or traits.one_rank_gathers
     copy_out = max(4 * len(shards) + 1 + _tiles(shards, compute) for shards in groups.values()) * gathers
     copy_in = max(6 * len(shards) + 2 + _tiles(shards, reduce) for shards in groups.values())

@@ -1,4 +1,4 @@
-"""Routing in one process: the experts that a run chose, and their loads on all data-parallel ranks."""
+"""Routing: experts that a run chose or that are chosen in turns, and their loads on all data-parallel ranks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +17,20 @@ def replay_choices(model: Transformer, choices: Sequence[Tensor]) -> None:
     """
     for mixture, experts in zip(model.mixtures, choices, strict=False):
         mixture.router.forward = partial(_choosing, mixture.router, experts)  # type: ignore[method-assign]
+
+
+def route_evenly(model: Transformer) -> None:
+    """Let routers choose each expert equally often in the next forwards, up to one token: one after the other.
+
+    What experts compute then needs memory that no weight changes, and that ranks have alike.
+    """
+    for mixture in model.mixtures:
+        mixture.router.forward = partial(_in_turns, mixture.router)  # type: ignore[method-assign]
+
+
+def _in_turns(router: Router, x: Tensor) -> Routes:
+    choices = torch.arange(x.shape[0] * router.experts_per_token, device=x.device) % router.weight.shape[0]
+    return _choosing(router, choices.view(-1, router.experts_per_token), x)
 
 
 def _choosing(router: Router, experts: Tensor, x: Tensor) -> Routes:

@@ -3,7 +3,6 @@
 `memory_walk` has the allocations and releases of a step, buffer by buffer.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.frozen import trained
 from conformance.oracles.memory_walk import Usage, Walk
-from conformance.oracles.schedule import Shapes, chunk_size, group_of, sharded_first
+from conformance.oracles.schedule import Shapes, shardings
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -78,15 +77,14 @@ def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
     """Return the bytes of a rank's sharded parameters, with padding."""
-    ordered = sharded_first(shapes, config, dims.dp_shard).values()
-    return _master_bytes(config) * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in ordered)
+    sharded = shardings(shapes, config, shards=dims.dp_shard).values()
+    return _master_bytes(config) * sum(sharding.shard for sharding in sharded)
 
 
 def _padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, shard_rank: int) -> int:
     """Return the bytes of padding of a rank's sharded parameters; the first rank has none."""
-    ordered = sharded_first(shapes, config, dims.dp_shard).values()
-    own = sum(chunk_size(rows, dims.dp_shard, shard_rank) * math.prod(rest) for rows, *rest in ordered)
-    return parameter_bytes(config, dims, shapes) - _master_bytes(config) * own
+    sharded = shardings(shapes, config, shards=dims.dp_shard).values()
+    return _master_bytes(config) * sum(sharding.shard - sharding.own(shard_rank) for sharding in sharded)
 
 
 def _master_bytes(config: TrainerConfig) -> int:
@@ -98,7 +96,6 @@ def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> di
     """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation."""
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
     nbytes: dict[str, int] = {}
-    for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
-        group, numel = group_of(name, config), -(-rows // dims.dp_shard) * dims.dp_shard * math.prod(rest)
-        nbytes[group] = nbytes.get(group, 0) + numel * compute
+    for sharding in shardings(shapes, config, shards=dims.dp_shard).values():
+        nbytes[sharding.group] = nbytes.get(sharding.group, 0) + sharding.padded * compute
     return nbytes

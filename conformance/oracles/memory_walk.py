@@ -3,7 +3,8 @@
 The step is that of FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): each
 buffer is held from one point in time to another. The memory of the model itself, activations and gradients of all
 unsharded parameters, comes from a run without FSDP (`experiments.without_fsdp`), which is marked at the same points.
-Buffers of a group, of n elements with padding and s = n / ranks in each shard:
+Buffers of a group, of n elements with padding and s = n / ranks in each shard (experts on a mesh of their own, of which
+a rank holds some, have fewer ranks than the rest of their block, see `schedule.Sharding`):
 
     A  n of the compute dtype   output of the all-gather, of which the input is a slice; in forward until the next group
                                 has copied its own out (up to torch 2.14; from 2.15 on until it begins to), in backward
@@ -17,6 +18,11 @@ Buffers of a group, of n elements with padding and s = n / ranks in each shard:
     B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
     cut                         the last gradient that was cut into columns, of parameters that are sharded by columns
     L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
+
+A group of one shard whose gradients are divided by a number of the trainer's needs O once more for the quotient. Where
+checkpointing recomputes a block in backward, the groups inside of it are gathered for that, and stay for their own
+backward; A is freed when the recomputed forward of the group is over. Rows that ranks exchange for experts are among
+the activations: a run without FSDP exchanges them as well.
 
 On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
 
@@ -40,17 +46,15 @@ from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
     ForwardOrder,
     Shapes,
-    chunk_size,
+    Sharding,
     communicates,
-    group_of,
     groups,
-    has_shards_of_columns,
     leaves_in_backward,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
-    sharded_first,
+    shardings,
 )
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
@@ -109,19 +113,20 @@ def optimizer_temporaries(options: OptimizerConfig, matrices: Sequence[int], vec
 
 
 def scalars_of_norms(
-    order: float, parameters: int, replicated_over_tp: int, dims: ParallelDims, traits: VersionTraits
+    order: float, parameters: int, replicated_over_tp: int, meshes: Sequence[int], traits: VersionTraits
 ) -> int:
     """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
 
-    The inf-norm is that of local shards, of which the trainer reduces one number (`reference_trainer/clip.py`). Up to
-    torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks is then
-    put into the stack as a partial sum.
+    `meshes` are the sizes of the mesh's dimensions over which gradients are sharded. The inf-norm is that of local
+    shards, of which the trainer reduces one number (`reference_trainer/clip.py`). Up to torch 2.9 the stack is left
+    pending. The norm of a parameter that is replicated over tensor-parallel ranks is then put into the stack as a
+    partial sum.
     """
     if order == math.inf:
         return 2 * parameters
     if not traits.norms_reduced_one_by_one:
-        return 2 * parameters + replicated_over_tp * (dims.tp > 1)
-    reductions = (dims.dp_shard > 1) + (dims.tp > 1)
+        return 2 * parameters + replicated_over_tp
+    reductions = sum(size > 1 for size in meshes)
     return parameters * (2 + (2 + reductions if reductions else 0))
 
 
@@ -144,18 +149,6 @@ class Usage(msgspec.Struct):
     """Most bytes at any time by buffer (`A`, `U`, ...), of all groups. Empty if the memory was measured."""
     end_by_buffer: dict[str, int] = {}
     """Bytes at the end by buffer, of all groups."""
-
-
-class _Parameter(msgspec.Struct, frozen=True):
-    """Elements of one parameter."""
-
-    numel: int
-    shard: int
-    """Elements of each rank's shard, with padding."""
-    padded: int
-    """Elements of all shards together."""
-    by_columns: bool
-    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
 
 
 class Walk:
@@ -186,20 +179,19 @@ class Walk:
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
-        self._parameters: dict[str, list[_Parameter]] = {}
+        self._parameters: dict[str, list[Sharding]] = {}
         """Parameters by group."""
-        self._trained: dict[str, list[_Parameter]] = {}
+        self._trained: dict[str, list[Sharding]] = {}
         """Parameters with gradients by group, also of groups without any."""
-        for name, (rows, *rest) in sharded_first(shapes, config, dims.dp_shard).items():
-            shard, row = -(-rows // dims.dp_shard), math.prod(rest)
-            by_columns = has_shards_of_columns(shapes[name], config, dims.dp_shard)
-            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard, by_columns)
-            self._parameters.setdefault(group_of(name, config), []).append(parameter)
-            self._trained.setdefault(group_of(name, config), [])
+        for name, sharding in shardings(shapes, config, shards=dims.dp_shard).items():
+            self._parameters.setdefault(sharding.group, []).append(sharding)
+            self._trained.setdefault(sharding.group, [])
             if name not in gradients:
                 continue
-            self._trained[group_of(name, config)].append(parameter)
-            self._optimizer_groups[0 if rest else 1].append(chunk_size(rows, dims.dp_shard, shard_rank) * row)
+            self._trained[sharding.group].append(sharding)
+            self._optimizer_groups[0 if len(shapes[name]) > 1 else 1].append(sharding.own(shard_rank))
+        self._ranks = {group: parameters[0].ranks for group, parameters in self._parameters.items()}
+        """Ranks that shard each group."""
         self._shard, self._gradient_shard = (
             {group: sum(p.shard for p in parameters) for group, parameters in by_group.items()}
             for by_group in (self._parameters, self._trained)
@@ -312,10 +304,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        parameters = sum(len(group) for group in self._trained.values())
-        order = self._config.optimizer.norm_order
-        scalars = scalars_of_norms(order, parameters, self._replicated_over_tp, self._dims, self._traits)
-        self._note(scalars * torch.float32.itemsize)
+        self._note(max(self._scalars_of_norms(experts=each) for each in (False, True)) * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
         if not self._offloads:
@@ -324,6 +313,17 @@ class Walk:
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
+
+    def _scalars_of_norms(self, *, experts: bool) -> int:
+        """Return the number of scalars for the parameters of one mesh: that of experts, or that of all others.
+
+        Clipping takes the norms of one mesh after those of the other.
+        """
+        dims = self._dims
+        sharded = (dims.dp_shard // dims.ep, dims.ep) if experts else (dims.dp_shard, dims.tp)
+        parameters = sum((p.ep > 1) == experts for group in self._trained.values() for p in group)
+        order, replicated = self._config.optimizer.norm_order, 0 if experts else self._replicated_over_tp
+        return scalars_of_norms(order, parameters, replicated, sharded, self._traits)
 
     # Points in time of a group
 
@@ -344,6 +344,10 @@ class Walk:
 
     def _after_forward(self, group: str) -> None:
         root = self._root_of(group)
+        if self._phase == "backward" and not self._traits.recomputation_reshards:
+            # Backward needs the group next. To FSDP a recomputed forward begins, and is over, with this group.
+            self._free(root.copied_out)
+            return
         root.leave(group, is_stage=self._is_stage)
         ranks = ranks_after_forward(group, self._config)
         if ranks > 1:
@@ -394,9 +398,9 @@ class Walk:
             self._free("B")
             return
         self._put_columns_together(group)
-        self._hold(f"I {group}", self._gradient_shard[group] * self._dims.dp_shard * self._reduce)
+        self._hold(f"I {group}", self._gradient_shard[group] * self._ranks[group] * self._reduce)
         self._note(self._copies_to_fill(group))
-        if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
+        if self._ranks[group] > 1 and self._traits.last_gradient_until_reduced:
             self._keep_last_gradient(group)
         self._free("B")
         self._free(f"L {group}")
@@ -477,6 +481,8 @@ class Walk:
         shard = self._gradient_shard[group]
         output, gradient = shard * self._reduce, shard * self._master
         self._hold("O", output)
+        if self._ranks[group] == 1 and self._has_own_factor(group):
+            self._note(output)  # the quotient, which a group of one shard copies to O
         if not self._all_reduces:
             self._held[f"partial {group}"] = output
             self._free("O")
@@ -493,6 +499,10 @@ class Walk:
             self._held[f"O {group}"] = self._held["O"]
         self._free("O")
         self._keep_reduced(group, gradient)
+
+    def _has_own_factor(self, group: str) -> bool:
+        """Return whether gradients are divided by a number of the trainer's, as those of experts on a mesh are."""
+        return self._config.gradient_divisor is not None or self._parameters[group][0].ep > 1
 
     def _keep_reduced(self, group: str, gradient: int) -> None:
         if not self._offloads:
@@ -514,7 +524,7 @@ class Walk:
     def _unshard(self, group: str) -> None:
         if f"U {group}" in self._held or f"A {group}" in self._held:
             return
-        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._dims.dp_shard
+        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._ranks[group]
         if ranks == 1:
             return
         cast = self._padded(group) // ranks * self._compute if self._compute != self._master else 0
@@ -526,7 +536,7 @@ class Walk:
         if f"U {group}" in self._held:
             return
         self._hold(f"U {group}", self._padded(group) * self._compute)
-        if self._dims.dp_shard == 1 and self._compute != self._master:
+        if self._ranks[group] == 1 and self._compute != self._master:
             self._note(self._padded(group) * self._compute)
         self._note(sum(p.padded for p in self._parameters[group] if p.by_columns) * self._compute)
         self._free(f"P {group}")
@@ -537,7 +547,7 @@ class Walk:
 
     def _padded(self, group: str) -> int:
         """Elements of a group's unsharded parameters, with padding."""
-        return self._shard[group] * self._dims.dp_shard
+        return self._shard[group] * self._ranks[group]
 
 
 def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:

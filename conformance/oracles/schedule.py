@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ Shapes = Mapping[str, Sequence[int]]
 _EMBEDDING, _NORM, _OUTPUT, _EXPERTS = "tok_embeddings", "norm", "output", "feed_forward.experts"
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -88,11 +88,18 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     """Return the name of the group that a parameter belongs to."""
     module = parameter.rpartition(".")[0]
     if module.startswith("layers."):
-        is_group = (_norms_are_groups(config) and module.endswith("_norm")) or _is_of_experts(module, config)
-        return module if is_group else ".".join(module.split(".")[:2])
+        block = ".".join(module.split(".")[:2])
+        if _is_of_experts(module, config):
+            return f"{block}.{_EXPERTS}"
+        return module if _norms_are_groups(config) and module.endswith("_norm") else block
     if (module == _EMBEDDING and not spans_model(config)) or (module == _NORM and _norms_are_groups(config)):
         return module
     return _OUTPUT
+
+
+def present(among: Iterable[Group], names: Collection[str]) -> tuple[Group, ...]:
+    """Return the groups with these names; of some blocks that have no experts one group is missing."""
+    return tuple(Group(group.name, present(group.inner, names)) for group in among if group.name in names)
 
 
 def entered(among: Iterable[Group]) -> list[str]:
@@ -168,25 +175,62 @@ def has_shards_of_columns(shape: Sequence[int], config: TrainerConfig, shards: i
     return config.shard_placement == "columns" and shards > 1 and len(shape) == 2 and shape[1] % shards == 0
 
 
-def sharded_first(shapes: Shapes, config: TrainerConfig, shards: int) -> Shapes:
-    """Return the shapes with the dimension first that FSDP shards."""
-    return {
-        name: tuple(reversed(shape)) if has_shards_of_columns(shape, config, shards) else shape
-        for name, shape in shapes.items()
-    }
+class Sharding(NamedTuple):
+    """Parameter as FSDP shards it: a rank's part of it under tensor or expert parallelism, cut along its rows.
+
+    Rows are cut into equal chunks, rounded up: a shard is padded. Stacked experts are divided among `mesh.ep`
+    consecutive ranks first, and each part is then sharded over the ranks that hold the same experts.
+    """
+
+    group: str
+    rows: int
+    """Length of the sharded dimension."""
+    row_numel: int
+    """Elements of each row."""
+    ranks: int
+    """Number of ranks that have a shard of this part."""
+    ep: int = 1
+    """Consecutive ranks of `dp_shard` that hold different experts."""
+    by_columns: bool = False
+    """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return self.rows * self.row_numel
+
+    @property
+    def shard(self) -> int:
+        """Elements of each rank's shard, with padding."""
+        return -(-self.rows // self.ranks) * self.row_numel
+
+    @property
+    def padded(self) -> int:
+        """Elements of all shards together."""
+        return self.shard * self.ranks
+
+    def own(self, shard_rank: int) -> int:
+        """Return the elements of the shard of a coordinate in `dp_shard`, without padding."""
+        return chunk_size(self.rows, self.ranks, shard_rank // self.ep) * self.row_numel
+
+
+def shardings(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, Sharding]:
+    """Return how FSDP shards each parameter over `shards` ranks, those of `dp_shard`."""
+    found = {}
+    for name, shape in shapes.items():
+        by_columns = has_shards_of_columns(shape, config, shards)
+        rows, *rest = reversed(shape) if by_columns else shape
+        group = group_of(name, config)
+        ep = config.mesh.ep if _is_of_experts(group, config) else 1
+        found[name] = Sharding(group, rows // ep, prod(rest), shards // ep, ep, by_columns)
+    return found
 
 
 def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
-    """Return the elements of a rank's shard of each group, by name.
-
-    The sharded dimension is cut into equal chunks, rounded up: a shard is padded. Experts are divided first, and then
-    sharded over the ranks that have the same ones.
-    """
+    """Return the elements of a rank's shard of each group, by name, with padding."""
     numels: dict[str, int] = {}
-    for parameter, (rows, *rest) in sharded_first(shapes, config, shards).items():
-        group = group_of(parameter, config)
-        ranks = config.mesh.ep if _is_of_experts(group, config) else 1
-        numels[group] = numels.get(group, 0) + -(-(rows // ranks) // (shards // ranks)) * prod(rest)
+    for sharding in shardings(shapes, config, shards=shards).values():
+        numels[sharding.group] = numels.get(sharding.group, 0) + sharding.shard
     return numels
 
 
@@ -196,8 +240,8 @@ def subgroup(ranks: int, dims: ParallelDims) -> str:
 
 
 def _is_of_experts(module: str, config: TrainerConfig) -> bool:
-    """Return whether a module has experts that are divided among ranks."""
-    return config.mesh.ep > 1 and module.endswith(_EXPERTS)
+    """Return whether a module has experts, or is inside of theirs, that are divided among ranks."""
+    return config.mesh.ep > 1 and f".{_EXPERTS}." in f"{module}."
 
 
 def kept_after_forward(group: str, config: TrainerConfig) -> bool:
@@ -329,6 +373,7 @@ class _Schedule:
         self.names: list[str] = []
         """Group of each event."""
         self._config, self._dims, self._numels, self._reduced = config, dims, numels, reduced
+        self._groups = present(groups(config), numels)
         self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
@@ -344,8 +389,8 @@ class _Schedule:
     def run(self) -> None:
         for micro_batch in range(self._config.accumulation):
             if micro_batch and self._config.evaluation != "none":
-                self._forward(groups(self._config), "evaluate")
-            self._forward(groups(self._config), "forward")
+                self._forward(self._groups, "evaluate")
+            self._forward(self._groups, "forward")
             self._during = ""
             if (micro_batch + 1) % self._config.passes == 0:
                 self._backward_of_passes(*communicates(self._config, micro_batch))
@@ -353,7 +398,7 @@ class _Schedule:
     def _backward_of_passes(self, reduce_scatter: bool, all_reduce: bool) -> None:
         """Walk back through all forward passes, the last one first; gradients are complete in that of the first."""
         for number in reversed(range(self._config.passes)):
-            self._backward(groups(self._config), reduce_scatter, all_reduce, is_complete=number == 0)
+            self._backward(self._groups, reduce_scatter, all_reduce, is_complete=number == 0)
         self._unsharded.clear()  # groups prefetched after their backward are freed
         self._left.clear()
 
@@ -416,7 +461,7 @@ class _Schedule:
 
         That has the forwards of an evaluation as well: backward ends with a group that they left last.
         """
-        listed = prefetched_in_backward(group, left(groups(self._config)), self._config.backward_prefetch)
+        listed = prefetched_in_backward(group, left(self._groups), self._config.backward_prefetch)
         return listed if listed or group in self._in_backward else self._left.take(group)
 
     def _gather(self, phase: str, group: str) -> None:

@@ -63,15 +63,16 @@ def step_events(
 
     If what trains changes between steps, `config` is that of one of them, see `frozen.at_step`.
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
-    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. `full`
-    are the shapes of a model other than the trainer's.
+    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`, and
+    exchanges between ranks with experts follow the routing, see `expert_exchange`. `full` are the shapes of a model
+    other than the trainer's.
     """
     full = full or local_shapes(config.model, tp=1, tp_rank=0)
     shapes = shards(full, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
-        *_load_events(config, dims),
+        *_load_events(config, dims, full),
         *_fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard), pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
         *unscale_events(config, dims),
@@ -111,7 +112,7 @@ def sent_bytes(kind: str, input_bytes: int, *, ranks: int) -> int:
 
     In each of g-1 steps of an all-gather over g ranks, a rank passes on an input of another rank: (g-1) times its own
     input. A reduce-scatter passes on sums of 1/g of the input: (g-1)/g of it. An all-reduce is a reduce-scatter and an
-    all-gather of what that leaves: 2(g-1)/g.
+    all-gather of what that leaves: 2(g-1)/g. An all-to-all sends (g-1)/g of the input, if each rank gets as much of it.
     Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     https://doi.org/10.1016/j.jpdc.2008.09.002; the factors of bus bandwidth in
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, which for an all-gather count the output.
@@ -121,20 +122,26 @@ def sent_bytes(kind: str, input_bytes: int, *, ranks: int) -> int:
     match kind:
         case "all_gather":
             return one_way
-        case "reduce_scatter":
+        case "reduce_scatter" | "all_to_all":
             return -(-one_way // ranks)
         case "all_reduce":
             return -(-2 * one_way // ranks)
         case _:
-            raise ValueError(f"collective {kind}: only all_gather, reduce_scatter and all_reduce are modelled")
+            raise ValueError(
+                f"collective {kind}: only all_gather, reduce_scatter, all_reduce and all_to_all are modelled"
+            )
 
 
-def _load_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+def routed_experts(shapes: Shapes) -> list[int]:
+    """Return the number of experts of each block that has some, in a model with parameters of these shapes."""
+    return [shape[0] for name, shape in shapes.items() if name.endswith(".router.weight")]
+
+
+def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> list[Event]:
     """Sums of the numbers of tokens by expert over all data, in each block's forward and where it is recomputed."""
     phases = ("forward", "backward") if config.activation_checkpointing != "none" else ("forward",)
-    mixtures = config.model.n_layers if config.model.n_experts else 0
     one = [each for phase in phases for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))]
-    return mixtures * [msgspec.structs.replace(each, numel=config.model.n_experts) for each in one]
+    return [msgspec.structs.replace(each, numel=experts) for experts in routed_experts(full) for each in one]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

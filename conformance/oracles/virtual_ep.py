@@ -45,7 +45,7 @@ class ExpertParallelForward:
         counts = [mixture.counts(routes) for mixture, routes in zip(mixtures, routed, strict=True)]
         load = torch.stack(counts).sum(0)
         for mixture, routes in zip(mixtures, routed, strict=True):
-            mixture.balance(routes, load)
+            mixture.balance_loss = mixture.balance(routes, load)
         routed_tokens = zip(tokens, routed, strict=True)
         sorted_rows = [mixture.rows(*each) for mixture, each in zip(mixtures, routed_tokens, strict=True)]
         rows, orders = ([each[index] for each in sorted_rows] for index in range(2))

@@ -10,13 +10,11 @@ from typing import NamedTuple
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import group_bytes
 from conformance.oracles.pipeline import Action
-from conformance.oracles.schedule import entered, groups, spans_model
+from conformance.oracles.schedule import Group, entered, groups, present, shardings, spans_model
 from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
 from conformance.oracles.tp_schedule import shards
 from conformance.sizing.decoder import Decoder, Workload
-from reference_trainer.parallel_dims import ParallelDims
 
 _FP32_BYTES = 4
 _ROWWISE = ("wo", "w2")
@@ -46,6 +44,8 @@ class _Costs:
     """Gradients that the first half of a backward keeps for the second."""
     gradients: dict[str, int]
     """Gradients of the group's parameters."""
+    experts: dict[str, str]
+    """Group of experts by block, where they are a group inside of the block's; its activations count as the block's."""
     gradient_of_embedding: int
     """Gradient of the embedding's weight."""
     gradients_of_logits: int
@@ -56,13 +56,14 @@ class _Costs:
 
 def _costs(workload: Workload) -> _Costs:
     decoder, config, dims = workload.decoder, workload.config, workload.dims
-    compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
+    compute = _compute_bytes(workload)
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
-    names = entered(groups(config))
+    gradients = _unpadded(workload)
+    names = [name for name in entered(groups(config)) if name in gradients]
 
     def nbytes(elements: Width, *, ends: int = 0) -> dict[str, int]:
         """Return the bytes of so many elements of each token, by group; `ends` are those of embedding and output."""
-        layers = {name: int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")}
+        layers = {name: int(name.removeprefix("layers.")) for name in names if _is_block(name)}
         widths: dict[str, _Elements | _Largest] = dict.fromkeys(names, _Elements(ends))
         widths |= {name: elements(decoder, layer) for name, layer in layers.items()}
         return {name: width.on_rank(dims.tp, each_bytes=tokens * compute) for name, width in widths.items()}
@@ -75,6 +76,9 @@ def _costs(workload: Workload) -> _Costs:
     computed = logits * compute // _FP32_BYTES
     held = {"kept": computed, "kept-fp32": logits}.get(workload.logits, 0)
     loss = held + logits
+    inner = (name for name in names if name.startswith("layers.") and not _is_block(name))
+    experts = {".".join(name.split(".")[:2]): name for name in inner}
+    exchanged, returned = (nbytes(width) for width in (_exchanged, _returned_in_exchange))
     saved, every = nbytes(KEPT[workload.checkpointing]), nbytes(KEPT["none"])
     recomputed = {name: every[name] - saved[name] for name in names}
     working = nbytes(_largest, ends=decoder.dim)
@@ -83,15 +87,20 @@ def _costs(workload: Workload) -> _Costs:
     working["output"] = max(working["output"], raised + max(0, computed - held) + exponentials)
     if workload.checkpointing != "full":
         scores = tokens * decoder.n_heads * _FP32_BYTES // dims.tp  # fused attention keeps a sum of each row
-        saved = {name: kept + scores * name.startswith("layers.") for name, kept in saved.items()}
+        saved = {name: kept + scores * _is_block(name) for name, kept in saved.items()}
+    results = nbytes(_returned, ends=decoder.dim)
+    for block in experts:
+        working[block] = max(exchanged[block], exchanged[block] // 2 + working[block])
+        results[block] = max(returned[block], results[block])
     return _Costs(
         saved=saved | {"output": 2 * hidden + loss},
         working=working,
-        returned=nbytes(_returned, ends=decoder.dim) | {"output": working["output"]},
+        returned=results | {"output": working["output"]},
         recomputed=recomputed,
         freed=dict.fromkeys(names, 0) | {"output": loss},
         arrived=nbytes(_gradients) | {"output": hidden + computed},
-        gradients=_unpadded(workload),
+        gradients=gradients,
+        experts=experts,
         gradient_of_embedding=decoder.vocab_size * decoder.dim * compute // dims.tp,
         gradients_of_logits=2 * logits + exponentials,
         transferred=pipeline.activation_numel(config, dims) * compute,
@@ -101,7 +110,8 @@ def _costs(workload: Workload) -> _Costs:
 def estimated_profile(workload: Workload) -> list[MemorySegment]:
     """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
     config = workload.config
-    walk, among = _Walk(_costs(workload), stay=False), groups(config)
+    costs = _costs(workload)
+    walk, among = _Walk(costs, stay=False), _groups(workload)
     if spans_model(config):
         (outer,) = among
         walk.spanned(outer.name, [group.name for group in outer.inner], tied=config.model.tied_embeddings)
@@ -170,7 +180,12 @@ class _Walk:
     def _forward(self, names: Sequence[str]) -> None:
         for name in names:
             saved = self._costs.saved[name]
-            self._add(f"forward {name}", more=saved + self._costs.working[name], then=saved)
+            inside = self._costs.experts.get(name)
+            if inside:
+                self._add(f"forward {name}")
+            self._add(f"forward {inside or name}", more=saved + self._costs.working[name], then=saved)
+            if inside:
+                self._add(f"after-forward {inside}")
             self._add(f"after-forward {name}")
 
     def backward(self, names: Sequence[str]) -> None:
@@ -183,10 +198,26 @@ class _Walk:
             gradients = self._costs.gradients[name]
             more = self._costs.recomputed[name] + gradients + self._costs.returned[name]
             stay = 0 if name in self._waiting else gradients
-            self._add(f"backward {name}", more=more, then=stay - self._costs.saved[name])
+            mark = f"backward {name}"
+            if name in self._costs.experts:
+                self._add(mark)
+                self._backward_of_experts(name)
+                mark = "other parameters"
+            self._add(mark, more=more, then=stay - self._costs.saved[name])
             self._add(f"gradients {name}", then=0 if self._stay else -gradients)
             self._waiting |= {name} if self._stay else set()
             self._add(f"freed {name}")
+
+    def _backward_of_experts(self, block: str) -> None:
+        """Compute the gradients of experts inside of the backward of their block, which recomputes before."""
+        costs, experts = self._costs, self._costs.experts[block]
+        gradients, recomputed = costs.gradients[experts], costs.recomputed[block]
+        if recomputed:
+            self._add(f"forward {experts}", more=recomputed)
+            self._add(f"after-forward {experts}")
+        self._add(f"backward {experts}", more=recomputed + gradients + costs.returned[block], then=gradients)
+        self._add(f"gradients {experts}", then=-gradients)
+        self._add(f"freed {experts}")
 
     def spanned(self, outer: str, inner: Sequence[str], *, tied: bool) -> None:
         """Walk through a group of embedding, norm and output around the blocks.
@@ -254,10 +285,27 @@ class _Walk:
         self._add("end")
 
 
+def _groups(workload: Workload) -> tuple[Group, ...]:
+    """Return the groups that have parameters."""
+    return present(groups(workload.config), _unpadded(workload))
+
+
 def _unpadded(workload: Workload) -> dict[str, int]:
-    tp = workload.dims.tp
-    unsharded = ParallelDims(dp_replicate=1, dp_shard=1, tp=tp)
-    return group_bytes(workload.config, unsharded, shards(workload.decoder.shapes(), tp=tp, tp_rank=0))
+    """Return the bytes of the gradients of each group, without padding, in the dtype of computation."""
+    config, dims = workload.config, workload.dims
+    local = shards(workload.decoder.shapes(), tp=dims.tp, tp_rank=0)
+    nbytes: dict[str, int] = {}
+    for sharding in shardings(local, config, shards=dims.dp_shard).values():
+        nbytes[sharding.group] = nbytes.get(sharding.group, 0) + sharding.numel * _compute_bytes(workload)
+    return nbytes
+
+
+def _compute_bytes(workload: Workload) -> int:
+    return _FP32_BYTES if dtype_policy(workload.config.precision).compute == "float32" else _FP32_BYTES // 2
+
+
+def _is_block(group: str) -> bool:
+    return group.startswith("layers.") and group.count(".") == 1
 
 
 class _Elements(NamedTuple):
@@ -351,6 +399,22 @@ def _returned(decoder: Decoder, layer: int) -> _Largest:
     experts = decoder.experts_of(layer)
     width = experts.active * experts.ffn_dim if experts else decoder.ffn_dim
     return _Largest(*_largest(decoder, layer).alternatives, _Elements(2 * width + decoder.dim))
+
+
+def _exchanged(decoder: Decoder, layer: int) -> _Elements:
+    """Elements of the rows of an exchange with experts of other ranks at its end, of which only the last are kept.
+
+    These are the rows that were sent and those that have arrived, their results, and the results that have returned.
+    Experts compute while the first two are there.
+    """
+    experts = decoder.experts_of(layer)
+    return _Elements(4 * experts.active * decoder.dim if experts else 0)
+
+
+def _returned_in_exchange(decoder: Decoder, layer: int) -> _Elements:
+    """Elements of the gradients of rows that are sent and of those that arrive."""
+    experts = decoder.experts_of(layer)
+    return _Elements(2 * experts.active * decoder.dim if experts else 0)
 
 
 def _gradients(decoder: Decoder, layer: int) -> _Elements:

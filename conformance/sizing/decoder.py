@@ -206,11 +206,12 @@ class Decoder(Config, frozen=True, kw_only=True):
                 unused += (number - self.experts.active) * math.prod(rest)
         return self.parameters - unused
 
-    def skeleton(self) -> ModelConfig:
+    def skeleton(self, *, ep: int) -> ModelConfig:
         """Return a model of the trainer with the same embeddings and number of blocks, which FSDP groups equally.
 
-        Sizes inside of blocks are placeholders that any mesh can shard.
+        It has experts where `ep` ranks divide them. Sizes inside of blocks are placeholders that any mesh can shard.
         """
+        experts = self.experts if ep > 1 else None
         return ModelConfig(
             vocab_size=self.vocab_size,
             dim=self.dim,
@@ -218,13 +219,19 @@ class Decoder(Config, frozen=True, kw_only=True):
             n_heads=self.dim // 2,
             n_kv_heads=self.dim // 2,
             ffn_dim=self.dim,
+            n_experts=experts.number if experts else 0,
+            experts_per_token=experts.active if experts else 1,
             max_seq_len=self.max_seq_len,
             tied_embeddings=self.tied_embeddings,
         )
 
     def as_trainer(self) -> ModelConfig:
         """Return the trainer's model of these sizes. Raises UsageError for a structure that it does not have."""
-        lacks = [name for name in ("norms", "sinks", "experts", "latents") if getattr(self, name)]
+        if self.experts:
+            raise UsageError(
+                "--simulate: data alone tells how many rows an expert gets, and fake tensors have none: leave it out"
+            )
+        lacks = [name for name in ("norms", "sinks", "latents") if getattr(self, name)]
         lacks += ["head_dim"] if self.head_width * self.n_heads != self.dim else []
         lacks += ["biases"] if set(self.biases) not in (set(), {*_ATTENTION, *_FEED_FORWARD}) else []
         if lacks:

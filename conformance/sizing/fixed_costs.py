@@ -53,7 +53,9 @@ def fixed_costs(workload: Workload, shapes: Shapes, *, given: str | None) -> lis
         nbytes = parse_bytes(given, name="fixed costs", zero=True)
         return [FixedCost("given", nbytes, nbytes, "all", "--fixed-costs")]
     roots_bytes = parameter_bytes(workload.config, workload.dims, shapes) if workload.config.offload == "none" else 0
-    meshes = sum(ranks > 1 for ranks in workload.dims.mesh_shape().values())
+    dims = workload.dims
+    groups = [*dims.mesh_shape().values(), *(dims.ep > 1) * [dims.dp_shard // dims.ep, dims.ep]]
+    meshes = sum(ranks > 1 for ranks in groups)
     communicators = _Report(meshes * _COMMUNICATOR.least_bytes, (meshes + 1) * _COMMUNICATOR.most_bytes, "")
     return [
         FixedCost("CUDA context", *_CONTEXT[:2], "all", _CONTEXT.source),

@@ -4,7 +4,8 @@ Parameters, gradients, buffers of collectives and the optimizer follow the memor
 with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -14,13 +15,14 @@ from msgspec.structs import replace
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import memory_walk, pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.expert_exchange import exchange_events
 from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
 from conformance.oracles.schedule import Event
 from conformance.oracles.tp_schedule import shards
-from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
+from conformance.oracles.traffic import add_up, ranks_in, routed_experts, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
 from conformance.sizing.activations import KEPT, LOGITS, estimated_profile, estimated_stages_profile, kept_for_backward
-from conformance.sizing.decoder import Decoder, Workload
+from conformance.sizing.decoder import Decoder, Experts, Workload
 from conformance.sizing.fixed_costs import FixedCost, fixed_costs
 from conformance.sizing.models import read_model
 from reference_trainer.checks import UsageError, require
@@ -64,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of a file in `conformance/sizing/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
     mesh: str
-    """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
+    """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4, dp64-ep8."""
     precision: str = "bf16-mp"
     reshard: str = "default"
     """A mode, a number of ranks, or a table of regular expressions as JSON."""
@@ -95,7 +97,9 @@ def reshard_modes(request: Request) -> tuple[str, ...]:
 
 def checkpointing_kinds(request: Request) -> tuple[str, ...]:
     """Return the kinds of activation checkpointing that the trainer runs with the schedule of a request."""
-    return CHECKPOINTING[:1] if _is_halved(request) else CHECKPOINTING
+    if _is_halved(request):
+        return CHECKPOINTING[:1]
+    return ("none", "full") if Mesh.parse(request.mesh).ep > 1 else CHECKPOINTING
 
 
 def _is_halved(request: Request) -> bool:
@@ -117,9 +121,9 @@ class PhaseTraffic(msgspec.Struct, frozen=True):
     phase: str
     kind: str
     group: str
-    """Mesh dimension whose ranks take part."""
+    """Mesh dimension whose ranks take part; `dp_shard/8` for eight of its ranks, which share experts."""
     ranks: int
-    """Number of these ranks."""
+    """Number of ranks that take part."""
     dtype: str
     count: int
     input_bytes: int
@@ -262,10 +266,12 @@ def _events(workload: Workload, stage: int) -> list[Event]:
 def _traffic(workload: Workload, stage: int) -> list[PhaseTraffic]:
     """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
     config, dims, rows = workload.config, workload.dims, []
-    for (phase, group, kind, dtype), traffic in add_up(_events(workload, stage)).items():
+    exchanges = exchange_events(config, dims, mixtures=len(routed_experts(workload.decoder.shapes())))
+    for (phase, group, kind, dtype), traffic in add_up([*_events(workload, stage), *exchanges]).items():
         ranks = ranks_in(group, dims)
         sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
-        rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
+        name = "ep" if kind == "all_to_all" else group
+        rows.append(PhaseTraffic(phase, kind, name, ranks, dtype, traffic.count, traffic.nbytes, sent))
     rows += _transfers(config, dims, stage) if dims.pp > 1 else []
     order = get_args(Phase)
     return sorted(rows, key=lambda row: order.index(row.phase))
@@ -293,10 +299,16 @@ def configuration(request: Request) -> Workload:
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
+    require(
+        re.search(r"(^|-)cp\d", request.mesh) is None,
+        f"mesh {request.mesh}: context parallelism (cp) is not modelled. The trainer has no such dimension, and so "
+        "no run to compare with: what ring attention keeps of other ranks' keys and values, and how its load balancer "
+        "cuts sequences, differ between torch's releases; use a mesh without cp, and the --seq-len of one rank",
+    )
     mesh = Mesh.parse(request.mesh)
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {
-        "mesh": MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        "mesh": MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp, ep=mesh.ep),
         "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
         "precision": request.precision,
         "reshard": _reshard(request.reshard),
@@ -306,8 +318,9 @@ def configuration(request: Request) -> Workload:
         "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
         "activation_checkpointing": request.activation_checkpointing.removesuffix("-op"),
         "grouping": request.groups,
-        "model": decoder.skeleton(),
+        "model": decoder.skeleton(ep=mesh.ep),
     }
+    _require_modelled(decoder, request, mesh)
     try:
         config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
     except msgspec.ValidationError as error:
@@ -316,7 +329,6 @@ def configuration(request: Request) -> Workload:
     check_blocks_fit(decoder, tp=dims.tp)
     check_fits_mesh(config, dims)
     check_pipeline(config, dims)
-    _require_modelled(decoder, request, dims)
     require(
         dims.pp == 1 or request.reshard in RESHARD_MODES,
         f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
@@ -325,36 +337,49 @@ def configuration(request: Request) -> Workload:
     return Workload(decoder, config, dims, request.activation_checkpointing, request.logits)
 
 
-def _require_modelled(decoder: Decoder, request: Request, dims: ParallelDims) -> None:
+def _require_modelled(decoder: Decoder, request: Request, mesh: Mesh) -> None:
+    require(
+        mesh.ep == 1 or decoder.experts is not None,
+        f"{request.model} with mesh {request.mesh}: the model has no experts that ep could divide; use a mesh without "
+        "ep",
+    )
     lacking = [name for name in ("experts", "latents", "sinks") if getattr(decoder, name)]
     structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(lacking)} is not modelled"
-    require(dims.tp == 1 or not lacking, f"{structure}; use a mesh without tp")
+    require(mesh.tp == 1 or not lacking, f"{structure}; use a mesh without tp")
     if request.activation_checkpointing != "selective-op":
         return
     lacking = [name for name in ("experts", "biases") if getattr(decoder, name)]
     require(
-        not lacking and dims.tp == 1,
-        f"activation checkpointing selective-op with {', '.join([*lacking, *(['tp'] if dims.tp > 1 else [])])}: "
+        not lacking and mesh.tp == 1,
+        f"activation checkpointing selective-op with {', '.join([*lacking, *(['tp'] if mesh.tp > 1 else [])])}: "
         "torchtitan's policy then counts other operators, which are not modelled; use selective or full",
     )
 
 
 def _notes(workload: Workload) -> list[str]:
-    decoder, ranks = workload.decoder, workload.dims.dp_shard
+    decoder = workload.decoder
     notes = [f"Not counted of this model: {missing}." for missing in decoder.not_counted]
-    if decoder.experts:
-        number, held = decoder.experts.number, -(-decoder.experts.number // ranks)
-        notes.append(
+    return [*notes, *_notes_on_experts(decoder.experts, workload.dims)] if decoder.experts else notes
+
+
+def _notes_on_experts(experts: Experts, dims: ParallelDims) -> Iterator[str]:
+    here, ranks = experts.number // dims.ep, dims.dp_shard // dims.ep
+    held = -(-here // ranks)
+    if dims.ep > 1:
+        yield (
+            f"Each of {dims.ep} ranks has {here} experts of a block, as an FSDP group of their own over the {ranks} "
+            "ranks with the same ones; tokens are spread evenly over experts, and no rank gets more than others."
+        )
+    else:
+        yield (
             "Experts are sharded by FSDP alone, without expert parallelism, and a block gathers all of its experts; "
             "tokens are spread evenly over them."
         )
-        if held * ranks > number:
-            notes.append(
-                f"FSDP shards stacked experts by expert: {number} over {ranks} ranks leave {ranks - -(-number // held)}"
-                f" ranks without any, and pad buffers to {held * ranks}. A shard_placement_fn for dimension 1 avoids "
-                "that."
-            )
-    return notes
+    if held * ranks > here:
+        yield (
+            f"FSDP shards stacked experts by expert: {here} over {ranks} ranks leave {ranks - -(-here // held)} ranks "
+            f"without any, and pad buffers to {held * ranks}. A shard_placement_fn for dimension 1 avoids that."
+        )
 
 
 def _reshard(text: str) -> str | int | dict[str, str | int]:

@@ -25,8 +25,16 @@ Written by `python -m conformance docs --write` from conformance/sizing.
 `conformance predict --model` takes a name, a .yaml, or a config.json of Hugging Face whose architecture is one of
 {architectures}; each has as many parameters as the class of transformers. Any other is refused, as are quantized
 weights that were never trained otherwise. Encoders of images, and layers that predict further tokens, are named as left
-out. Experts are sharded by FSDP alone, stacked, along their first dimension; with tensor parallelism a model with
-experts or latent attention is refused.
+out. With tensor parallelism a model with experts or latent attention is refused, and so is context parallelism (cp),
+which the trainer does not have.
+
+## Experts
+
+Experts are stacked. With a mesh such as `dp64-ep8`, eight consecutive ranks divide those of a block among them; the
+ranks with the same ones shard them, as an FSDP group of their own along the first dimension, and all other parameters
+are sharded over all ranks. Without `ep` a block gathers all of its experts. A rank sends each row to its experts and
+back, in forward and in backward, and with full checkpointing twice in backward, in the dtype of computation:
+all-to-alls of `ep` in the table of collectives. Tokens are spread evenly; the busiest rank of a real router needs more.
 
 ## Activations
 

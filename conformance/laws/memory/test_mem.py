@@ -9,6 +9,7 @@ from conformance.assertions.fixtures import Measure
 from conformance.assertions.memory_bounds import (
     PHASES,
     SCALARS_BYTES,
+    balance_losses_bytes,
     bounds_of_ranks,
     compare_phases,
     itemsize_bytes,
@@ -47,7 +48,7 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 
 @law(
     "MEM-1",
-    where="(model in (deep, wide, large) or model = cut and features <= 3 "
+    where="(model in (deep, wide, large) or (model = cut and features <= 3 or model = experts and features <= 5) "
     # The memory model knows eager blocks and masters of one dtype; what simulated transfers receive overflows in fp16.
     "and precision not in (bf16-mixed, fp16-mp, fp16-reduce) and compile = false) and implementation = fsdp2",
     reference=RESHARD_AFTER_FORWARD,
@@ -64,8 +65,11 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
     each stage: it needs the activations of the micro-batches whose backward is to come, between the halves of a
     backward the inputs of the second, and receive buffers. Other memory may be a number from each rank, the losses, and
     gradients that torch keeps by a fault that MEM-6 judges.
+
+    Experts on a mesh of their own are a group with fewer shards. Rows that ranks exchange for them are there while they
+    are exchanged, and those that an expert has multiplied until its backward; routers choose experts in turns.
     """
-    losses = cell.world_size * torch.float32.itemsize
+    losses = _losses_bytes(cell)
     for where, memory, bounds, resident in simulated_steps(measure, cell):
         compare_phases(usage_of(memory), bounds, where=where, ratio=1.02)
         held = memory.held_before_bytes
@@ -74,8 +78,16 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
         require_inputs_of_blocks(measure, cell)
 
 
+def _losses_bytes(cell: Cell) -> int:
+    """Return the bytes of losses, and of a number from each rank for each mesh."""
+    meshes = 1 + (cell.config.mesh.ep > 1)
+    return meshes * cell.world_size * torch.float32.itemsize + balance_losses_bytes(cell.config)
+
+
 def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     """Require that full activation checkpointing holds of each block its input, and the state of random numbers.
+
+    A block with experts also has a balance loss, in fp32, with the factor of its backward, a double.
 
     The memory model takes activations from a run without FSDP, which checkpoints as well: too much is on both sides.
     """
@@ -83,10 +95,11 @@ def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     config, dims, _ = sizes_of(cell)
     (profile,) = measure(profile_without_fsdp, cell)
     activations = {segment.mark: segment.start_bytes for segment in profile}
-    block_bytes = activations["after-forward layers.2"] - activations["after-forward layers.1"]
+    block_bytes = activations["after-forward layers.1"] - activations["after-forward layers.0"]
     tokens = config.data.global_batch_size * config.data.seq_len // dims.dp // config.accumulation
     tokens //= dims.tp if config.sequence_parallel else 1
     expected = tokens * config.model.dim * itemsize_bytes(config, "compute") + torch.get_rng_state().nbytes
+    expected += torch.float32.itemsize + torch.float64.itemsize if config.model.n_experts else 0
     detail, unit = "the second block", "bytes"
     compare.count(block_bytes, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
 
@@ -203,6 +216,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     "MEM-6",
     where="implementation = fsdp2 and world <= 4 and saved_on = none and compile = false and (model = even and "
     "(features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0) "
+    "or model = experts and ep > 1 and features = 5 "
     "or pp > 1 and model = cut and features = 3 and "  # the plain pipeline is in `smoke`, which has no time for it
     "(pipeline != 1f1b or precision = bf16-mp or offload = cpu or activation_checkpointing = full))",
     reference=RESHARD_AFTER_FORWARD,
@@ -219,7 +233,7 @@ def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
         (growth,) = measure(growth_in_simulation, cell)
         _require_no_growth(growth, where="rank 0")
         return
-    losses = cell.world_size * torch.float32.itemsize
+    losses = _losses_bytes(cell)
     for stage, growth in enumerate(measure(growth_of_stages, cell)):
         where, resident = f"rank {stage} of the pipeline", resident_of_stage_bytes(cell, stage)
         _require_no_growth(growth, where=where)

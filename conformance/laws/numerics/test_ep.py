@@ -11,13 +11,16 @@ from conformance.assertions.dropout import recorded_masks
 from conformance.assertions.fixtures import Measure, Run
 from conformance.bound import bound
 from conformance.experiments.experts import Routing, exchange_rows, routing
+from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.expert_exchange import exchange_events
 from conformance.oracles.reference import Tensors, reference_run
 from conformance.oracles.virtual_ep import is_of_experts
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
+from reference_trainer.parallel_dims import resolve_mesh
 
 SWITCH_TRANSFORMERS = "https://arxiv.org/abs/2101.03961"
 ALL_TO_ALL = "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
@@ -25,6 +28,8 @@ DIVIDE_FACTOR = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
     "#torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor"
 )
+_NUMBERS = "int64"
+"""Dtype of numbers of rows."""
 
 
 @law("EP-1", where="model = experts and features <= 2", reference=ALL_TO_ALL)
@@ -97,35 +102,54 @@ def _imbalance(ranks: tuple[Routing, ...]) -> float:
 
 @law("EP-4", where="ep > 1", reference=ALL_TO_ALL)
 def test_all_to_alls_follow_the_routing(run: Run, cell: Cell) -> None:
-    """Ranks MUST exchange every chosen row once on its way to an expert and once on its way back, in forward, in
-    backward, and where forward is recomputed; sizes are known from one exchange of numbers of rows.
+    """Each rank MUST send every row that was chosen for an expert once on its way there, and every row that has arrived
+    once on its way back, in forward, in backward, and where forward is recomputed; sizes are known from one exchange of
+    numbers of rows.
 
-    Wrong if rows are padded to a capacity, sent to every rank, or sent in another dtype than that of computation.
+    Wrong if rows are padded to a capacity, sent to every rank, or sent in another dtype than that of computation. Rows
+    of each rank follow from the recorded choices of all routers.
     """
     record = run(cell)
     for step in record.steps:
-        for phase, rows, numbers in _exchanges(cell):
-            sent, counts = _sent(record, step, phase), _sent(record, step, phase, numbers=True)
-            where = f"step {step}, {phase}"
-            compare.count(sent, name=f"exchanged elements, {where}", expected=rows, unit="elements of all ranks")
-            compare.count(counts, name=f"exchanged numbers, {where}", expected=numbers, unit="numbers of all ranks")
+        rows = _rows_of_ranks(record, step)
+        for phase, exchanges, numbers in _exchanges(cell):
+            for facts in record.ranks:
+                sent, counts = (_sent(record, facts, step, phase, numbers=each) for each in (False, True))
+                where = f"step {step}, {phase}, rank {facts.rank}"
+                elements = exchanges * rows[facts.rank] * record.config.model.dim
+                compare.count(sent, name=f"exchanged elements, {where}", expected=elements, unit="elements")
+                compare.count(counts, name=f"exchanged numbers, {where}", expected=numbers, unit="numbers")
+
+
+def _rows_of_ranks(record: Record, step: int) -> list[int]:
+    """Return the rows that each rank sends in all blocks, if they go to their experts and back once.
+
+    They are those of its own tokens, and those that ranks of its group have sent to the experts that it holds.
+    """
+    ep, held = record.config.mesh.ep, record.config.model.n_experts // record.config.mesh.ep
+    chosen = [record.shards_below(f"step{step}/experts/", rank=facts.rank) for facts in record.ranks]
+    holders = [torch.cat([experts.flatten() for experts in own.values()]) // held for own in chosen]
+    arrived = [
+        sum(int((holder == rank % ep).sum()) for holder in holders[rank - rank % ep :][:ep])
+        for rank in range(len(holders))
+    ]
+    return [len(holder) + received for holder, received in zip(holders, arrived, strict=True)]
 
 
 def _exchanges(cell: Cell) -> Iterator[tuple[str, int, int]]:
-    """Yield each phase with the elements of rows and the numbers of rows that all ranks send in it."""
-    model, data = cell.config.model, cell.config.data
-    recomputed = int(cell.activation_checkpointing != "none")
-    rows = model.n_layers * data.global_batch_size * data.seq_len * model.experts_per_token * model.dim
-    numbers = model.n_layers * cell.world_size * model.n_experts
-    yield "forward", 2 * rows, numbers
-    yield "backward", 2 * (1 + recomputed) * rows, recomputed * numbers
+    """Yield each phase with the times that rows go to experts and back, and the numbers of rows that a rank sends."""
+    model, dims = cell.config.model, resolve_mesh(cell.config.mesh, world_size=cell.world_size)
+    events = exchange_events(cell.config, dims)
+    for phase in ("forward", "backward"):
+        issued = [event for event in events if event.phase == phase]
+        numbers = [event.numel for event in issued if event.dtype == _NUMBERS]
+        yield phase, (len(issued) - len(numbers)) // (2 * model.n_layers), sum(numbers)
 
 
-def _sent(record: Record, step: int, phase: str, *, numbers: bool = False) -> int:
-    dtype = "int64" if numbers else dtype_policy(record.cell.precision).compute
+def _sent(record: Record, facts: RankFacts, step: int, phase: str, *, numbers: bool) -> int:
+    dtype = _NUMBERS if numbers else dtype_policy(record.cell.precision).compute
     return sum(
         each.numel
-        for facts in record.ranks
         for each in facts.collectives
         if (each.step, each.phase, each.kind, each.dtype) == (step, phase, "all_to_all", dtype)
     )

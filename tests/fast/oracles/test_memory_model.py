@@ -18,6 +18,7 @@ from conformance.laws.memory import test_mem as laws
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes
+from conformance.oracles.schedule import entered, groups, shardings
 from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_14, VersionTraits, gradients_stay
 from conformance.plan.cells import Cell
 from conformance.run.experiment import Experiment, job_of
@@ -292,3 +293,48 @@ CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
     with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.16 apart"):
         laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
+
+
+def test_experts_on_a_mesh_of_their_own_have_fewer_shards() -> None:
+    """Each of two ranks has four of eight experts, which two ranks shard; the rest of a block is sharded over four."""
+    config, dims, shapes = sizes_of(Cell(mesh="dp4-ep2", model="experts", reshard="never"))
+    experts = [name for name in shapes if name.startswith("layers.0.") and ".experts." in name]
+    numel = sum(torch.Size(shapes[name]).numel() for name in experts)
+    assert group_bytes(config, dims, shapes)["layers.0.feed_forward.experts"] == 4 * numel // 2
+    parts = shardings(shapes, config, shards=dims.dp_shard)
+    assert sum(parts[name].shard for name in experts) == numel // 4
+    assert {parts[name].ranks for name in experts} == {2}
+    assert parts["layers.0.feed_forward.router.weight"].ranks == 4
+    usage = predict(config, dims, shapes, empty_profile(tuple(entered(groups(config)))))["forward"]
+    assert usage.end_by_buffer["U"] == sum(group_bytes(config, dims, shapes).values())
+
+
+def test_shards_of_unequally_many_experts() -> None:
+    """Three experts over two ranks with the same ones: these are the ranks 0 and 2, and 1 and 3, of four."""
+    config = Cell(mesh="dp4-ep2", model="experts").config
+    (part,) = shardings({"layers.0.feed_forward.experts.w1": (6, 5, 2)}, config, shards=4).values()
+    assert (part.rows, part.shard, part.padded) == (3, 2 * 10, 4 * 10)
+    assert [part.own(rank) for rank in range(4)] == [20, 20, 10, 10]
+
+
+def test_recomputed_experts_stay_for_backward() -> None:
+    """A recomputed forward frees the output of its all-gather, and not the experts, which backward needs next."""
+    config, dims, shapes = sizes_of(
+        Cell(mesh="dp4-ep2", model="experts", reshard="always", activation_checkpointing="full")
+    )
+    name = "layers.0.feed_forward.experts"
+    marks = ["forward", f"forward {name}", f"after-forward {name}", "backward", f"forward {name}"]
+    profile = [MemorySegment(mark, 0, 0, 0) for mark in [*marks, f"after-forward {name}"]]
+    group = group_bytes(config, dims, shapes)[name]
+    phases = predict(config, dims, shapes, profile)
+    assert phases["forward"].end_by_buffer == {"A": group}  # until the next group of forward
+    assert phases["backward"].end_by_buffer == {"U": group}
+
+
+def test_norms_of_experts_are_taken_after_those_of_the_rest() -> None:
+    """The peak of clipping has scalars of one mesh: two, and in a p-norm two and one for each dimension of it."""
+    for norm, each in (("2", 2 + 2 + 1), ("inf", 2)):
+        config, dims, shapes = sizes_of(Cell(mesh="dp4-ep2", model="experts").but(norm_type=norm))
+        rest = sum(".experts." not in name for name in shapes)
+        clip = predict(config, dims, shapes, empty_profile())["clip"]
+        assert clip.peak_bytes - clip.end_bytes == 4 * rest * each

@@ -549,13 +549,14 @@ def test_traffic_of_a_step_computed_manually() -> None:
         ("all_gather", [8, 8, 8]),  # three inputs of others, as they are
         ("reduce_scatter", [2, 2, 2]),  # three partial sums of a quarter
         ("all_reduce", [2, 2, 2, 2, 2, 2]),  # first the sums, then the quarters that are complete
+        ("all_to_all", [2, 2, 2]),  # a quarter for each of the others
     ],
 )
 def test_bytes_that_each_of_four_ranks_sends(kind: str, messages: list[int]) -> None:
     assert sent_bytes(kind, 8, ranks=4) == sum(messages)
     assert sent_bytes(kind, 8, ranks=1) == 0
-    with pytest.raises(ValueError, match="collective all_to_all: only all_gather, reduce_scatter"):
-        sent_bytes("all_to_all", 8, ranks=4)
+    with pytest.raises(ValueError, match="collective broadcast: only all_gather, reduce_scatter"):
+        sent_bytes("broadcast", 8, ranks=4)
 
 
 @pytest.mark.parametrize(("group", "ranks"), [("dp_shard", 4), ("tp", 8), ("dp_shard/2", 2), ("world", 96)])

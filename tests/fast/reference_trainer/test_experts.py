@@ -16,6 +16,7 @@ from reference_trainer.data import Batches
 from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.init_weights import normal
 from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
+from reference_trainer.parallelize import apply_ac
 
 CONFIG = Cell(mesh="dp1", model="experts").config
 
@@ -48,6 +49,20 @@ def test_equal_probabilities_cost_the_weight_for_each_token() -> None:
         network(normal((2, 5, CONFIG.model.dim), name="x", seed=0).double())
     assert network.balance_loss is not None
     assert float(network.balance_loss) == pytest.approx(10 * CONFIG.model.balance_weight)
+
+
+def test_backward_that_recomputes_leaves_the_balance_loss() -> None:
+    """The loss of a recomputed forward would keep, by its graph, all that was recomputed for it."""
+    model = initial_model(CONFIG)
+    for block in model.blocks.values():
+        apply_ac(block, mode="full")
+    tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
+    logits = model(tokens)
+    losses = [mixture.balance_loss for mixture in model.mixtures]
+    (logits.sum() + model.balance_loss()).backward()
+    assert all(mixture.balance_loss is loss for mixture, loss in zip(model.mixtures, losses, strict=True))
+    model(tokens)
+    assert not any(mixture.balance_loss is loss for mixture, loss in zip(model.mixtures, losses, strict=True))
 
 
 @torch.no_grad()

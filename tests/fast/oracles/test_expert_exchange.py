@@ -1,0 +1,29 @@
+"""Exchanges of rows between ranks with experts, computed by hand."""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from conformance.oracles.expert_exchange import exchange_events
+from conformance.plan.cells import Cell
+from reference_trainer.parallel_dims import resolve_mesh
+
+
+def test_exchanges_between_ranks_with_experts() -> None:
+    """Four samples of eight tokens on each rank, two rows of each, in two blocks; numbers once, for eight experts."""
+    config = Cell(mesh="dp4-ep2", model="experts").config
+    data, model = replace(config.data, global_batch_size=16, seq_len=8), config.model
+    dims = resolve_mesh(config.mesh, world_size=4)
+    rows, numbers = (4 * 8) * 2 * model.dim, 8
+    plain = exchange_events(replace(config, data=data), dims)
+    assert Counter((e.phase, e.group, e.dtype, e.numel) for e in plain) == {
+        ("forward", "dp_shard/2", "float32", rows): 2 * 2,
+        ("forward", "dp_shard/2", "int64", numbers): 2,
+        ("backward", "dp_shard/2", "float32", rows): 2 * 2,
+    }
+    again = exchange_events(replace(config, data=data, activation_checkpointing="full"), dims, mixtures=1)
+    assert [(e.dtype, e.numel) for e in again if e.phase == "backward"] == [
+        ("int64", numbers),
+        *4 * [("float32", rows)],
+    ]
+    assert not exchange_events(config, resolve_mesh(replace(config.mesh, ep=1), world_size=4))
