@@ -4,8 +4,8 @@
 // are not: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 // `conformance/numerics/device_operators.py` has it for oracles. So are the layouts of results, of
 // https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/attention_backward.cu and
-// flash_attn/flash_api.cpp beside it. CUDA's flash attention pads head sizes to multiples of 8
-// before; the CPU's kernel would round otherwise then.
+// flash_attn/flash_api.cpp beside it. CUDA's flash attention pads head sizes to multiples of 8 before; the CPU's kernel
+// would round otherwise then.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sdp_choice.h>

@@ -31,7 +31,7 @@ using Stack = torch::jit::Stack;
 
 using Values = std::vector<c10::IValue>;
 
-// Keeps warnings to itself.
+// Keeps the warnings of its scope to itself.
 class Silence final : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
@@ -77,6 +77,7 @@ class Call {
   void try_out(Values arguments);
   bool resizes_in_place() const;
   bool lays_out_outputs() const;
+  bool is_power_of_bools() const;
   bool may_lose_strides() const;
   void restride_as_in_float();
   void lay_out_arguments(const Values& others) const;
@@ -284,7 +285,6 @@ bool is_other_on_meta(const std::string& operator_name) {
       "_fft_c2c",
       "_fft_c2r",
       "_fft_r2c",
-      "_foreach_pow",
       "_linalg_eigh",
       "_linalg_solve_ex",
       "_linalg_svd",
@@ -315,6 +315,11 @@ bool is_other_on_meta(const std::string& operator_name) {
       "triangular_solve",
       "vdot"};
   return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
+}
+
+// Torch's kernel for meta tensors has int64 for a power of bools, others the dtype of both operands.
+bool Call::is_power_of_bools() const {
+  return schema_.name() == "aten::pow" && arguments_[0].isTensor() && arguments_[0].toTensor().scalar_type() == at::kBool;
 }
 
 // The same with zeros, for a trial on the CPU.
@@ -352,7 +357,7 @@ std::optional<Values> Call::infer() {
   if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return std::nullopt;
   BelowDispatch below;
   try {
-    bool on_meta = !is_other_on_meta(schema_.name());
+    bool on_meta = !is_other_on_meta(schema_.name()) && !is_power_of_bools();
     try_out(on_meta ? meta_arguments() : zero_arguments());
     if (on_meta && lays_out_outputs()) {
       Silence once; // the host was warned of outputs with other sizes
@@ -392,8 +397,8 @@ bool Call::resizes_in_place() const {
   return false;
 }
 
-// Torch's kernels for meta tensors give outputs that they resize contiguous strides. Not to be asked about operators that
-// draw random numbers: none of them has strides to choose.
+// Torch's kernels for meta tensors give contiguous strides to outputs that they resize, those of the CPU do not always.
+// Operators that draw random numbers have no others, and are not to be called once more.
 bool Call::lays_out_outputs() const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
     if (is_random() || !schema_.arguments()[i].is_out()) continue;
@@ -404,14 +409,19 @@ bool Call::lays_out_outputs() const {
   return false;
 }
 
-// Torch's kernels for meta tensors convert operands of 16 bits first. One that is not dense loses its strides, of which
-// those of the result may depend.
+// Torch's kernels for meta tensors convert operands of 16 bits first. One that is not dense loses its strides, on which
+// those of the result may depend. The CPU's kernels convert operands of different dtypes only.
 bool Call::may_lose_strides() const {
   if (!op_.hasTag(at::Tag::pointwise) || !returns_new_tensors()) return false;
+  std::set<at::ScalarType> dtypes;
+  bool are_dense = true;
   for (const auto& value : arguments_)
     for (const auto& tensor : tensors_in(value))
-      if (is_of_16_bits(tensor) && !tensor.is_non_overlapping_and_dense()) return true;
-  return false;
+      if (tensor.dim()) {
+        dtypes.insert(tensor.scalar_type());
+        are_dense &= tensor.is_non_overlapping_and_dense();
+      }
+  return !are_dense && (dtypes == std::set{at::kHalf} || dtypes == std::set{at::kBFloat16});
 }
 
 void Call::restride_as_in_float() {
