@@ -107,7 +107,7 @@ def outputs_are_laid_out_as_on_the_cpu() -> None:
 
 
 def conjugation_of_outputs_is_kept() -> None:
-    """LAPACK's solver writes a transposed result and marks it as conjugated, a tensor that was marked before as well."""
+    """LAPACK's solver writes a transposed result and marks it as conjugated, one that was marked before as well."""
     matrix, right = normal(3, 3, dtype=torch.complex64), normal(2, 3, dtype=torch.complex64, seed=1)
     factors, pivots = torch.linalg.lu_factor(matrix)
 
