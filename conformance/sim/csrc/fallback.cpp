@@ -66,6 +66,7 @@ class Call {
   bool writes(size_t argument) const;
   bool has_out() const;
   bool is_input(const c10::IValue& output) const;
+  bool overwrites_input() const;
   std::optional<size_t> argument_returned_as(size_t result) const;
   bool returns_new_tensors() const;
   std::string name() const;
@@ -179,6 +180,13 @@ bool Call::is_input(const c10::IValue& output) const {
     if (!schema_.arguments()[i].is_out() && output.isTensor() && arguments_[i].isTensor() &&
         arguments_[i].toTensor().is_same(output.toTensor()))
       return true;
+  return false;
+}
+
+// Then no kernel may resize it: on the CPU it would see one tensor, and complain.
+bool Call::overwrites_input() const {
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (schema_.arguments()[i].is_out() && is_input(arguments_[i])) return true;
   return false;
 }
 
@@ -498,7 +506,7 @@ void Call::run_now(Stack& stack) {
   statistics().waits[name()]++;
   BelowDispatch below;
   auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
-  run->arguments = host_arguments(Twins(at::kCPU, /*may_grow=*/true));
+  run->arguments = host_arguments(Twins(at::kCPU, /*may_grow=*/!overwrites_input()));
   Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
     run->results = run->arguments;

@@ -65,6 +65,10 @@ def nothing_grows_in_place() -> None:
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
             call(large)
     assert small.shape == (1, 2)
+    number, row = torch.ones((), device="sim"), torch.ones(3, device="sim")
+    with pytest.raises(RuntimeError):
+        number.addr_(row, row)
+    assert number.shape == ()
 
 
 def on_both(call: Callable[[str], Any], schedules: tuple[str, ...] = ("eager", "lazy")) -> None:
