@@ -78,9 +78,9 @@ def on_both(call: Callable[[str], Any], schedules: tuple[str, ...] = ("eager", "
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             results = call(where)
-        of_resizes = [str(each.message) for each in caught if "was resized" in str(each.message)]
+        resizes = [str(each.message) for each in caught if "was resized" in str(each.message)]
         bits = [x.detach().cpu().resolve_conj().tolist() for x in results]
-        return [[(x.dtype, x.shape, x.stride(), x.is_conj()) for x in results], bits, len(of_resizes)]
+        return [[(x.dtype, x.shape, x.stride(), x.is_conj()) for x in results], bits, len(resizes)]
 
     expected = facts("cpu")
     for schedule in schedules:
