@@ -20,6 +20,7 @@
 #include "fallback.h"
 #include "generator.h"
 #include "lock.h"
+#include "other_on_meta.h"
 #include "statistics.h"
 #include "views.h"
 
@@ -283,51 +284,10 @@ Values Call::meta_arguments() const {
   return meta;
 }
 
-// Operators whose results have other shapes, strides or dtypes on the CPU than on meta tensors.
-bool is_other_on_meta(const std::string& operator_name) {
-  static const std::set<std::string> names{
-      "_batch_norm_no_update",
-      "_batch_norm_with_update",
-      "_embedding_bag",
-      "_embedding_bag_forward_only",
-      "_fft_c2c",
-      "_fft_c2r",
-      "_fft_r2c",
-      "_linalg_eigh",
-      "_linalg_solve_ex",
-      "_linalg_svd",
-      "_native_batch_norm_legit",
-      "cholesky_inverse",
-      "col2im",
-      "geqrf",
-      "im2col",
-      "linalg_cholesky_ex",
-      "linalg_eig",
-      "linalg_householder_product",
-      "linalg_ldl_factor_ex",
-      "linalg_ldl_solve",
-      "linalg_lstsq",
-      "linalg_lu_factor_ex",
-      "linalg_lu_solve",
-      "linalg_qr",
-      "linalg_solve_triangular",
-      "logit_backward",
-      "lu_unpack",
-      "max_unpool2d",
-      "native_batch_norm",
-      "native_group_norm",
-      "native_layer_norm",
-      "nonzero_static",
-      "ormqr",
-      "sort",
-      "triangular_solve",
-      "vdot"};
-  return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
-}
-
 // Torch's kernel for meta tensors has int64 for a power of bools, others the dtype of both operands.
 bool Call::is_power_of_bools() const {
-  return schema_.name() == "aten::pow" && arguments_[0].isTensor() && arguments_[0].toTensor().scalar_type() == at::kBool;
+  const auto& base = arguments_[0];
+  return schema_.name() == "aten::pow" && base.isTensor() && base.toTensor().scalar_type() == at::kBool;
 }
 
 // The same with zeros, for a trial on the CPU.
@@ -474,7 +434,8 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Call::moved_arguments(const Value
     if (!writes(i)) continue;
     auto tensors = tensors_in(arguments_[i]), others = tensors_in(twins[i]);
     for (size_t j = 0; j < tensors.size(); ++j)
-      if (kernel_view(tensors[j]).storage().data() != others[j].storage().data()) moved.emplace_back(tensors[j], others[j]);
+      if (kernel_view(tensors[j]).storage().data() != others[j].storage().data())
+        moved.emplace_back(tensors[j], others[j]);
   }
   return moved;
 }
