@@ -2,8 +2,10 @@
 //
 // The choice is that of a device of compute capability 8.0 or more with deterministic algorithms, which cuDNN's kernels
 // are not: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-// `conformance/numerics/device_operators.py` has it for oracles. CUDA's flash attention pads head sizes to multiples of 8
-// before; the CPU's kernel would round otherwise then.
+// `conformance/numerics/device_operators.py` has it for oracles. So are the layouts of results, of
+// https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/attention_backward.cu and
+// flash_attn/flash_api.cpp beside it. CUDA's flash attention pads head sizes to multiples of 8 before; the CPU's kernel
+// would round otherwise then.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sdp_choice.h>
@@ -113,10 +115,22 @@ at::Tensor scaled_dot_product_attention(
       query, key, value, bias, dropout, is_causal, std::nullopt, scale, enable_gqa));
 }
 
-// Result of the shape (batch, heads, rows, head size) with the heads of a row side by side in memory, as all kernels have
-// it, and logarithms of sums of exponentials by batch, head and row, for a multiple of `multiple` rows.
+// Memory for a tensor of the shape (batch, heads, rows, head size): flash attention lays results and gradients out as what
+// they belong to, efficient attention lays the heads of a row side by side.
+using Empty = at::Tensor (*)(const at::Tensor& like);
+
+at::Tensor empty_as_given(const at::Tensor& like) {
+  return at::empty_like(like.transpose(1, 2)).transpose(1, 2);
+}
+
+at::Tensor empty_by_rows(const at::Tensor& like) {
+  return at::empty_like(like.transpose(1, 2), at::MemoryFormat::Contiguous).transpose(1, 2);
+}
+
+// Result, and logarithms of sums of exponentials by batch, head and row, for a multiple of `multiple` rows.
 std::tuple<at::Tensor, at::Tensor> attend(
     const char* name,
+    Empty empty,
     const at::Tensor& query,
     const at::Tensor& key,
     const at::Tensor& value,
@@ -126,7 +140,7 @@ std::tuple<at::Tensor, at::Tensor> attend(
     bool wants_sums,
     int64_t multiple) {
   int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  at::Tensor out = at::empty({batch, rows, heads, value.size(3)}, query.options()).transpose(1, 2);
+  at::Tensor out = empty(query);
   int64_t padded = wants_sums ? (rows + multiple - 1) / multiple * multiple : 0;
   at::Tensor sums = at::empty({batch, heads, padded}, query.options().dtype(at::kFloat));
   auto kernel = [is_causal, scale, wants_sums, rows](auto& from, auto& to) {
@@ -143,6 +157,7 @@ std::tuple<at::Tensor, at::Tensor> attend(
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
     const char* name,
+    Empty empty,
     const at::Tensor& grad,
     const at::Tensor& query,
     const at::Tensor& key,
@@ -152,8 +167,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
     const at::Tensor& sums,
     bool is_causal,
     std::optional<double> scale) {
-  auto like = [](const at::Tensor& tensor) { return at::empty_like(tensor.transpose(1, 2)).transpose(1, 2); };
-  at::Tensor of_query = like(query), of_key = like(key), of_value = like(value);
+  at::Tensor of_query = empty(query), of_key = empty(key), of_value = empty(value);
   auto kernel = [is_causal, scale](auto& from, auto& to) {
     MaybeTensor mask;
     if (from[4].defined()) mask = from[4];
@@ -179,7 +193,16 @@ flash_attention(
     bool,
     std::optional<double> scale) {
   auto [out, sums] = attend(
-      "aten::_scaled_dot_product_flash_attention", query, key, value, std::nullopt, is_causal, scale, true, 1);
+      "aten::_scaled_dot_product_flash_attention",
+      empty_as_given,
+      query,
+      key,
+      value,
+      std::nullopt,
+      is_causal,
+      scale,
+      /*wants_sums=*/true,
+      /*multiple=*/1);
   at::Tensor state = at::empty({2}, query.options().dtype(at::kUInt64));
   at::Tensor unused = at::empty({}, state.options()), debug_mask = at::empty({0}, query.options());
   return {out, sums, at::Tensor(), at::Tensor(), query.sym_size(2), key.sym_size(2), state, unused, debug_mask};
@@ -203,6 +226,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(
     std::optional<double> scale) {
   return attend_backward(
       "aten::_scaled_dot_product_flash_attention_backward",
+      empty_as_given,
       grad,
       query,
       key,
@@ -225,6 +249,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
     std::optional<double> scale) {
   auto [out, sums] = attend(
       "aten::_scaled_dot_product_efficient_attention",
+      empty_by_rows,
       query,
       key,
       value,
@@ -253,6 +278,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention_b
     std::optional<double> scale) {
   auto [of_query, of_key, of_value] = attend_backward(
       "aten::_scaled_dot_product_efficient_attention_backward",
+      empty_by_rows,
       grad,
       query,
       key,

@@ -3,7 +3,6 @@
 #include <ATen/AccumulateType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/native_dropout_backward.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -42,18 +41,8 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& self, double
   return {out, mask};
 }
 
-// The CPU's operator rounds as CUDA's: it multiplies by 0 or 1 first, which is exact.
-at::Tensor native_dropout_backward(const at::Tensor& grad, const at::Tensor& mask, double scale) {
-  at::Tensor out = at::empty_like(grad);
-  launch("aten::native_dropout_backward", {grad, mask}, {out}, [scale](auto& from, auto& to) {
-    to[0].copy_(at::native_dropout_backward(from[0], from[1], scale));
-  });
-  return out;
-}
-
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("native_dropout", native_dropout);
-  library.impl("native_dropout_backward", native_dropout_backward);
 }
 
 } // namespace

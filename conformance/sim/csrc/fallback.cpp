@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "fallback.h"
 #include "generator.h"
 #include "lock.h"
+#include "other_on_meta.h"
 #include "statistics.h"
 #include "views.h"
 
@@ -29,6 +31,15 @@ namespace {
 using Stack = torch::jit::Stack;
 
 using Values = std::vector<c10::IValue>;
+
+// Keeps the warnings of its scope to itself.
+class Silence final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+
+ private:
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
 
 // One call of an operator.
 class Call {
@@ -56,21 +67,33 @@ class Call {
   bool writes(size_t argument) const;
   bool has_out() const;
   bool is_input(const c10::IValue& output) const;
+  bool overwrites_input() const;
   std::optional<size_t> argument_returned_as(size_t result) const;
   bool returns_new_tensors() const;
   std::string name() const;
   std::vector<Range> ranges(const Values& results) const;
-  Values host_arguments() const;
+  Values host_arguments(Twins twins) const;
   Values meta_arguments() const;
   Values zero_arguments() const;
-  bool would_resize_in_place(const Values& others) const;
-  void resize_outputs(const Values& others) const;
+  Values float_arguments() const;
+  void try_out(Values arguments);
+  bool resizes_in_place() const;
+  bool lays_out_outputs() const;
+  bool is_power_of_bools() const;
+  bool may_lose_strides() const;
+  void restride_as_in_float();
+  void lay_out_arguments(const Values& others) const;
+  void mark_arguments(const Values& others) const;
+  std::vector<std::pair<at::Tensor, at::Tensor>> moved_arguments(const Values& twins) const;
   at::Tensor on_device(const at::Tensor& tensor) const;
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   Values arguments_;
   c10::Device device_;
+  // Arguments in place of the operator's own, as it has left them, and its results.
+  Values tried_arguments_;
+  Stack tried_results_;
 };
 
 c10::IValue with_device(const c10::IValue& value, c10::DeviceType type) {
@@ -86,6 +109,7 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
 at::Tensor empty_on(c10::Device device, const at::Tensor& like) {
   at::Tensor empty = at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
   if (like.is_conj()) empty._set_conj(true);
+  if (like.is_neg()) empty._set_neg(true);
   return empty;
 }
 
@@ -157,6 +181,13 @@ bool Call::is_input(const c10::IValue& output) const {
     if (!schema_.arguments()[i].is_out() && output.isTensor() && arguments_[i].isTensor() &&
         arguments_[i].toTensor().is_same(output.toTensor()))
       return true;
+  return false;
+}
+
+// Then no kernel may resize it: on the CPU it would see one tensor, and complain.
+bool Call::overwrites_input() const {
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (schema_.arguments()[i].is_out() && is_input(arguments_[i])) return true;
   return false;
 }
 
@@ -233,9 +264,8 @@ at::Tensor passed_by_value(const at::Tensor& number) {
 }
 
 // Arguments for the CPU's kernel. What the host passes by value it passes now.
-Values Call::host_arguments() const {
+Values Call::host_arguments(Twins twins) const {
   BelowDispatch below;
-  Twins twins(at::kCPU);
   Values host;
   for (const auto& value : arguments_)
     host.push_back(map_tensors(with_device(value, at::kCPU), [&](const at::Tensor& tensor) {
@@ -254,46 +284,10 @@ Values Call::meta_arguments() const {
   return meta;
 }
 
-// Operators whose results have other shapes, strides or dtypes on the CPU than on meta tensors.
-bool is_other_on_meta(const std::string& operator_name) {
-  static const std::set<std::string> names{
-      "_batch_norm_no_update",
-      "_batch_norm_with_update",
-      "_embedding_bag",
-      "_embedding_bag_forward_only",
-      "_fft_c2c",
-      "_fft_c2r",
-      "_fft_r2c",
-      "_linalg_eigh",
-      "_linalg_solve_ex",
-      "_linalg_svd",
-      "_native_batch_norm_legit",
-      "cholesky_inverse",
-      "col2im",
-      "geqrf",
-      "im2col",
-      "linalg_cholesky_ex",
-      "linalg_eig",
-      "linalg_householder_product",
-      "linalg_ldl_factor_ex",
-      "linalg_ldl_solve",
-      "linalg_lstsq",
-      "linalg_lu_factor_ex",
-      "linalg_lu_solve",
-      "linalg_qr",
-      "linalg_solve_triangular",
-      "logit_backward",
-      "lu_unpack",
-      "max_unpool2d",
-      "native_batch_norm",
-      "native_group_norm",
-      "native_layer_norm",
-      "nonzero_static",
-      "ormqr",
-      "sort",
-      "triangular_solve",
-      "vdot"};
-  return names.count(operator_name.substr(operator_name.find("::") + 2)) > 0;
+// Torch's kernel for meta tensors has int64 for a power of bools, others the dtype of both operands.
+bool Call::is_power_of_bools() const {
+  const auto& base = arguments_[0];
+  return schema_.name() == "aten::pow" && base.isTensor() && base.toTensor().scalar_type() == at::kBool;
 }
 
 // The same with zeros, for a trial on the CPU.
@@ -306,67 +300,157 @@ Values Call::zero_arguments() const {
   return zeros;
 }
 
+bool is_of_16_bits(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// The same on meta, with float32 in place of dtypes of 16 bits.
+Values Call::float_arguments() const {
+  Values meta;
+  for (const auto& value : arguments_)
+    meta.push_back(map_tensors(with_device(value, at::kMeta), [](const at::Tensor& tensor) {
+      auto dtype = is_of_16_bits(tensor) ? at::kFloat : tensor.scalar_type();
+      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).dtype(dtype));
+    }));
+  return meta;
+}
+
+void Call::try_out(Values arguments) {
+  tried_arguments_ = std::move(arguments);
+  tried_results_ = tried_arguments_;
+  op_.callBoxed(tried_results_);
+}
+
 std::optional<Values> Call::infer() {
   if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return std::nullopt;
   BelowDispatch below;
-  Values meta = is_other_on_meta(schema_.name()) ? zero_arguments() : meta_arguments();
-  Stack stack = meta;
   try {
-    op_.callBoxed(stack);
+    bool on_meta = !is_other_on_meta(schema_.name()) && !is_power_of_bools();
+    try_out(on_meta ? meta_arguments() : zero_arguments());
+    if (on_meta && lays_out_outputs()) {
+      Silence once; // the host was warned of outputs with other sizes
+      try_out(zero_arguments());
+    }
+    if (may_lose_strides()) restride_as_in_float();
   } catch (const c10::NotImplementedError&) { // no kernel for meta tensors
+    tried_arguments_.clear();
     return returns_new_tensors() || has_out() ? std::nullopt : std::make_optional<Values>();
   } catch (const std::exception&) { // wrong arguments, about which the CPU's kernel complains, or a need for data
     return std::nullopt;
   }
-  if (would_resize_in_place(meta)) return std::nullopt; // the CPU's kernel complains
+  if (resizes_in_place()) return std::nullopt; // or the CPU's kernel complains
   Values results;
-  for (size_t k = 0; k < stack.size(); ++k) {
+  for (size_t k = 0; k < tried_results_.size(); ++k) {
+    const auto& result = tried_results_[k];
     if (argument_returned_as(k)) {
       results.push_back(c10::IValue());
-    } else if (stack[k].isTensor() || stack[k].isTensorList()) {
-      results.push_back(map_tensors(stack[k], [&](const at::Tensor& tensor) { return on_device(tensor); }));
+    } else if (result.isTensor() || result.isTensorList()) {
+      results.push_back(map_tensors(result, [&](const at::Tensor& tensor) { return on_device(tensor); }));
     } else {
       return std::nullopt;
     }
   }
-  resize_outputs(meta);
+  lay_out_arguments(tried_arguments_);
   return results;
 }
 
 // An output that is an input, too, counts: variants in place of composed operators pass their tensor as both.
-bool Call::would_resize_in_place(const Values& others) const {
+bool Call::resizes_in_place() const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
     if (!writes(i) || (schema_.arguments()[i].is_out() && !is_input(arguments_[i]))) continue;
-    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
+    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(tried_arguments_[i]);
     for (size_t j = 0; j < tensors.size(); ++j)
       if (tensors[j].sizes() != resized[j].sizes()) return true;
   }
   return false;
 }
 
-// Gives outputs the sizes and strides that the operator has given to others in their place.
-void Call::resize_outputs(const Values& others) const {
+// Torch's kernels for meta tensors give contiguous strides to outputs that they resize, those of the CPU do not always.
+// Operators that draw random numbers have no others, and are not to be called once more.
+bool Call::lays_out_outputs() const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (!schema_.arguments()[i].is_out()) continue;
-    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(others[i]);
+    if (is_random() || !schema_.arguments()[i].is_out()) continue;
+    auto tensors = tensors_in(arguments_[i]), resized = tensors_in(tried_arguments_[i]);
+    for (size_t j = 0; j < tensors.size(); ++j)
+      if (tensors[j].sizes() != resized[j].sizes() && resized[j].dim() > 1) return true;
+  }
+  return false;
+}
+
+// Torch's kernels for meta tensors convert operands of 16 bits first. One that is not dense loses its strides, on which
+// those of the result may depend. The CPU's kernels convert operands of different dtypes only.
+bool Call::may_lose_strides() const {
+  if (!op_.hasTag(at::Tag::pointwise) || !returns_new_tensors()) return false;
+  std::set<at::ScalarType> dtypes;
+  bool are_dense = true;
+  for (const auto& value : arguments_)
+    for (const auto& tensor : tensors_in(value))
+      if (tensor.dim()) {
+        dtypes.insert(tensor.scalar_type());
+        are_dense &= tensor.is_non_overlapping_and_dense();
+      }
+  return !are_dense && (dtypes == std::set{at::kHalf} || dtypes == std::set{at::kBFloat16});
+}
+
+void Call::restride_as_in_float() {
+  Stack in_float = float_arguments();
+  op_.callBoxed(in_float);
+  for (size_t k = 0; k < in_float.size(); ++k)
+    if (!argument_returned_as(k) && in_float[k].isTensor()) {
+      auto options = tried_results_[k].toTensor().options();
+      tried_results_[k] = at::empty_strided(in_float[k].toTensor().sizes(), in_float[k].toTensor().strides(), options);
+    }
+}
+
+// Gives what is written the sizes and strides that the operator has given to others in its place.
+void Call::lay_out_arguments(const Values& others) const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (!writes(i)) continue;
+    auto tensors = tensors_in(arguments_[i]), laid_out = tensors_in(others[i]);
     for (size_t j = 0; j < tensors.size(); ++j) {
-      const auto &tensor = tensors[j], &other = resized[j];
-      if (tensor.sizes() != other.sizes()) tensor.resize_(other.sizes());
-      if (tensor.strides() != other.strides())
-        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides());
+      auto &tensor = tensors[j], &other = laid_out[j];
+      if (tensor.sizes() != other.sizes() || tensor.strides() != other.strides())
+        tensor.set_(tensor.storage(), tensor.storage_offset(), other.sizes(), other.strides());
     }
   }
+}
+
+// The same for bits of conjugation and negation, which kernels set when they have written the plain numbers.
+void Call::mark_arguments(const Values& others) const {
+  for (size_t i = 0; i < others.size(); ++i) {
+    if (!writes(i)) continue;
+    auto tensors = tensors_in(arguments_[i]), marked = tensors_in(others[i]);
+    for (size_t j = 0; j < tensors.size(); ++j) {
+      if (tensors[j].is_conj() != marked[j].is_conj()) tensors[j]._set_conj(marked[j].is_conj());
+      if (tensors[j].is_neg() != marked[j].is_neg()) tensors[j]._set_neg(marked[j].is_neg());
+    }
+  }
+}
+
+// Pairs of what is written and its twin that the kernel has moved to other memory, as it needed more.
+std::vector<std::pair<at::Tensor, at::Tensor>> Call::moved_arguments(const Values& twins) const {
+  std::vector<std::pair<at::Tensor, at::Tensor>> moved;
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (!writes(i)) continue;
+    auto tensors = tensors_in(arguments_[i]), others = tensors_in(twins[i]);
+    for (size_t j = 0; j < tensors.size(); ++j)
+      if (kernel_view(tensors[j]).storage().data() != others[j].storage().data())
+        moved.emplace_back(tensors[j], others[j]);
+  }
+  return moved;
 }
 
 void Call::run_later(Values results, Stack& stack) {
   Values targets;
   for (const auto& result : results) targets.push_back(map_tensors(result, kernel_view));
-  queue(name(), ranges(results), [op = op_, arguments = host_arguments(), targets = std::move(targets)] {
+  auto run = [op = op_, arguments = host_arguments(Twins(at::kCPU)), targets = std::move(targets)] {
     BelowDispatch below;
     Stack host = arguments;
     op.callBoxed(host);
     copy_results(targets, host);
-  });
+  };
+  queue(name(), ranges(results), std::move(run));
+  mark_arguments(tried_arguments_);
   for (size_t k = 0; k < schema_.returns().size(); ++k) {
     auto argument = argument_returned_as(k);
     stack.push_back(argument ? arguments_[*argument] : results[k]);
@@ -383,10 +467,7 @@ void Call::run_now(Stack& stack) {
   statistics().waits[name()]++;
   BelowDispatch below;
   auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
-  run->arguments = host_arguments();
-  for (size_t i = 0; i < arguments_.size(); ++i) // outputs that the kernel may resize
-    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i]))
-      run->arguments[i] = map_tensors(arguments_[i], [](const at::Tensor& tensor) { return empty_on(at::kCPU, tensor); });
+  run->arguments = host_arguments(Twins(at::kCPU, /*may_grow=*/!overwrites_input()));
   Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
     run->results = run->arguments;
@@ -399,9 +480,10 @@ void Call::run_now(Stack& stack) {
   if (op_.hasTag(at::Tag::dynamic_output_shape)) host_wait_read(done.stream); // as every device does
   else scheduler().reach(done); // not in the trace: only this device waits here
   if (run->error) std::rethrow_exception(run->error);
-  resize_outputs(run->arguments);
-  for (size_t i = 0; i < arguments_.size(); ++i)
-    if (schema_.arguments()[i].is_out() && !is_input(arguments_[i])) copy_results({arguments_[i]}, {run->arguments[i]});
+  auto moved = moved_arguments(run->arguments);
+  lay_out_arguments(run->arguments);
+  mark_arguments(run->arguments);
+  for (auto& [tensor, twin] : moved) tensor.copy_(twin);
   auto on_the_device = [&](const at::Tensor& tensor) {
     at::Tensor result = on_device(tensor);
     if (tensor.numel()) result.copy_(tensor);
@@ -461,7 +543,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 
 // Operators that choose a kernel by the device themselves, and have none for this kind.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name : {"convolution", "_convolution", "convolution_backward", "conj_physical_"})
+  for (const char* name : {"convolution", "_convolution", "convolution_backward", "conj_physical_", "mode.values"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

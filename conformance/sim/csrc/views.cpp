@@ -25,8 +25,7 @@ c10::Storage Twins::storage(const c10::Storage& given) {
     data = const_cast<void*>(given.data());
     if (given.device_type() == c10::DeviceType::PrivateUse1) data = kernel_address(data);
   }
-  // Only storages on meta may be resized.
-  auto* allocator = type_ == at::kMeta ? c10::GetAllocator(at::kMeta) : nullptr;
+  auto* allocator = may_grow_ ? c10::GetAllocator(type_) : nullptr;
   c10::DataPtr bytes(data, c10::Device(type_));
   c10::Storage twin(c10::Storage::use_byte_size_t(), given.nbytes(), std::move(bytes), allocator, allocator != nullptr);
   storages_.emplace_back(given.unsafeGetStorageImpl(), twin);

@@ -25,16 +25,19 @@ bool is_on_device(const at::Tensor& tensor);
 
 // Tensors for another device in place of given ones: on the CPU over the same bytes, or on meta without any. They own no
 // memory, as nothing that a kernel or a copy engine uses. They share storages as the given ones do, and are the same
-// where those are, so that operators notice overlaps.
+// where those are, so that operators notice overlaps. An operator may resize those on meta, and others if they may grow:
+// they have memory of their own then.
 class Twins {
  public:
-  explicit Twins(c10::DeviceType type) : type_(type) {}
+  explicit Twins(c10::DeviceType type, bool may_grow = false)
+      : type_(type), may_grow_(may_grow || type == c10::DeviceType::Meta) {}
   at::Tensor twin(const at::Tensor& tensor);
 
  private:
   c10::Storage storage(const c10::Storage& given);
 
   c10::DeviceType type_;
+  bool may_grow_;
   std::vector<std::pair<const c10::StorageImpl*, c10::Storage>> storages_;
   std::vector<std::pair<const c10::TensorImpl*, at::Tensor>> twins_;
 };

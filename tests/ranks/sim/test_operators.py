@@ -1,6 +1,7 @@
 """Operators of the simulated device: those that CUDA chooses, with the CPU's numbers in every bit."""
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -64,6 +65,113 @@ def nothing_grows_in_place() -> None:
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
             call(large)
     assert small.shape == (1, 2)
+    number, row = torch.ones((), device="sim"), torch.ones(3, device="sim")
+    with pytest.raises(RuntimeError):
+        number.addr_(row, row)
+    assert number.shape == ()
+
+
+def on_both(call: Callable[[str], Any], schedules: tuple[str, ...] = ("eager", "lazy")) -> None:
+    """Require the same tensors of a call on the device as on the CPU: bits, dtypes, sizes, strides, conjugation."""
+
+    def facts(where: str) -> list[Any]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = call(where)
+        resizes = [str(each.message) for each in caught if "was resized" in str(each.message)]
+        bits = [x.detach().cpu().resolve_conj().tolist() for x in results]
+        return [[(x.dtype, x.shape, x.stride(), x.is_conj()) for x in results], bits, len(resizes)]
+
+    expected = facts("cpu")
+    for schedule in schedules:
+        device.follow(Schedule.parse(schedule))
+        assert facts("sim") == expected, schedule
+
+
+def outputs_are_laid_out_as_on_the_cpu() -> None:
+    """Those that are resized, with one warning; and results of 16 bits, of an operand that was expanded."""
+    image = normal(2, 3, 4, 5, dtype=torch.float32).contiguous(memory_format=torch.channels_last)
+    waves = normal(3, 4, dtype=torch.complex64).t()
+
+    def resized(where: str) -> list[Tensor]:
+        wide, empty = torch.ones(7, device=where), torch.empty(0, device=where, dtype=torch.complex64)
+        return [
+            torch.cat([image.to(where), image.to(where)], out=wide),
+            torch.conj_physical(waves.to(where), out=empty),
+            torch.mul(image.to(where), 2, out=torch.empty(0, device=where)),
+        ]
+
+    def expanded(where: str) -> list[Tensor]:
+        one, columns = torch.ones(1, 1, dtype=torch.bfloat16, device=where), torch.ones(3, 2, device=where).t()
+        row, low = one.expand(2, 3), columns.bfloat16()
+        return [row * low, low * row, row < low, row < columns.half(), row + columns, low + one, torch.atan2(row, low)]
+
+    on_both(resized)
+    on_both(expanded)
+
+
+def conjugation_of_outputs_is_kept() -> None:
+    """LAPACK's solver writes a transposed result and marks it as conjugated, one that was marked before as well."""
+    matrix, right = normal(3, 3, dtype=torch.complex64), normal(2, 3, dtype=torch.complex64, seed=1)
+    factors, pivots = torch.linalg.lu_factor(matrix)
+
+    def solved(where: str) -> list[Tensor]:
+        given = [torch.empty(2, 3, dtype=torch.complex64, device=where) for _ in range(2)]
+        for out in (given[0], given[1].conj()):
+            torch.linalg.lu_solve(factors.to(where), pivots.to(where), right.to(where), left=False, out=out)
+        return [*given, given[0] * 2]
+
+    on_both(solved)
+
+
+def operands_grow_in_place_as_on_the_cpu() -> None:
+    """addbmm_ takes a number to which it adds matrices; other operators refuse it, see `nothing_grows_in_place`."""
+    batch = normal(2, 3, 3, dtype=torch.float32)
+
+    def grown(where: str) -> list[Tensor]:
+        total = torch.ones((), device=where)
+        view = total[None]
+        return [total.addbmm_(batch.to(where), batch.to(where)), total + 1, view]
+
+    on_both(grown)
+
+
+def operators_have_the_dtypes_of_the_cpu() -> None:
+    numbers = torch.tensor([[1, 0, 1], [0, 1, 1]])
+
+    def computed_on(where: str) -> list[Tensor]:
+        own, flags = numbers.to(where), numbers.bool().to(where)
+        mode = torch.mode(own, out=(torch.empty(0, dtype=own.dtype, device=where), torch.empty_like(own)))
+        gradients = [torch.ops.aten.native_dropout_backward(x, flags, 2.0) for x in (own, flags, own.bfloat16())]
+        return [*mode, *gradients, flags.pow(True), flags.pow(2)]
+
+    on_both(computed_on)
+
+
+def attention_is_laid_out_as_by_cuda() -> None:
+    """Flash attention keeps the layout of what it is given, efficient attention has the heads of a row side by side."""
+
+    def strides(dtype: torch.dtype) -> list[tuple[int, ...]]:
+        leaves = [normal(2, 3, 16, 8, dtype=dtype, seed=seed).to("sim").requires_grad_() for seed in range(3)]
+        out = attend(*leaves)
+        return [x.stride() for x in (out, *torch.autograd.grad(out.sum(), leaves))]
+
+    assert set(strides(torch.bfloat16)) == {(384, 128, 8, 1)}
+    assert set(strides(torch.float32)) == {(384, 8, 24, 1)}
+
+
+def autocast_is_that_of_cuda() -> None:
+    """Which is not the CPU's, see the reason `autocast` in conformance/sim_runs/operators/reasons.yaml."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    cuda, sim, cpu = (
+        {name.removeprefix("aten::") for name in names if has(name, f"Autocast{key}")}
+        for key in ("CUDA", "PrivateUse1", "CPU")
+    )
+    assert all(name.startswith(("cudnn_", "_cudnn_")) for name in cuda - sim)
+    assert sim <= cuda
+    assert {"addmv", "addr", "einsum", "mv", "bilinear", "tensordot", "log_softmax.int", "softmax.int"} <= cuda - cpu
+    assert "pinverse" in cpu - cuda
 
 
 def norms_are_one_operator() -> None:
@@ -206,6 +314,12 @@ def other_kernels_compute_on_the_device() -> None:
 CHECKS = (
     norms_are_one_operator,
     nothing_grows_in_place,
+    outputs_are_laid_out_as_on_the_cpu,
+    conjugation_of_outputs_is_kept,
+    operands_grow_in_place_as_on_the_cpu,
+    operators_have_the_dtypes_of_the_cpu,
+    attention_is_laid_out_as_by_cuda,
+    autocast_is_that_of_cuda,
     attention_is_what_cuda_chooses,
     masks_of_attention_are_added,
     switches_of_attention_are_obeyed,

@@ -166,6 +166,16 @@ def _fused_attention(device: torch.device, dtype: torch.dtype, head_size: int) -
     return attention_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
+def _attention_layout(device: torch.device) -> Mapping[str, Fact]:
+    strides: dict[str, Fact] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.rand(2, 3, 16, 8, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (gradient,) = torch.autograd.grad(out.sum(), q)
+        strides |= {f"{dtype}, result": str(out.stride()), f"{dtype}, gradient": str(gradient.stride())}
+    return strides
+
+
 def attention_of(compute: Callable[[], object]) -> str:
     """Return the name of the operator with which a computation attends, such as `flash`; `math` for products alone."""
     names = (name.removeprefix(_FUSED_ATTENTION) for name in _operators(compute) if name.startswith(_FUSED_ATTENTION))
@@ -264,6 +274,7 @@ PROBES = {
     "norms": _norms,
     "autocast": _autocast,
     "attention": _attention,
+    "attention-layout": _attention_layout,
     "tables": _tables,
     "workspaces": _workspaces,
     "backward": _backward,
