@@ -193,9 +193,8 @@ def _local_gradients(
                     drop(_micro_batch(config, masks, rank, index))
                     inputs, labels = _micro_batch(config, batch, rank, index)
                     losses.append(loss_of((inputs, labels)))
-                grads = torch.autograd.grad([loss_sum * scale for loss_sum in losses], list(parameters.values()))
+                ranks.append(_gradients_of(config, parameters, [loss_sum * scale for loss_sum in losses]))
             loss += sum(float(loss_sum.detach()) for loss_sum in losses)
-            ranks.append(dict(zip(parameters, grads, strict=True)))
         gradients.append(ranks)
     return loss, gradients
 
@@ -224,6 +223,27 @@ def _expert_parallel_gradients(
     gradients = iter(torch.autograd.grad([loss * scale for loss in losses], flat))
     by_rank = [{name: next(gradients) for name in own} for own in leaves]
     return sum(float(loss.detach()) for loss in losses), [by_rank]
+
+
+def _gradients_of(config: TrainerConfig, parameters: Tensors, losses: Sequence[Tensor]) -> Tensors:
+    """Return the gradients of the sum of losses, which one backward computes.
+
+    Each loss has a compiled graph of its own. What such a graph returns is rounded, see `_is_compiled`, and cast before
+    autograd adds the gradients of several.
+    """
+    apart = {name: leaf for name, leaf in parameters.items() if _is_cast_after_rounding(name, config)}
+    joint = torch.autograd.grad(losses, list(parameters.values()), retain_graph=bool(apart))
+    gradients = dict(zip(parameters, joint, strict=True))
+    if apart:
+        by_loss = [torch.autograd.grad(loss, list(apart.values()), retain_graph=True) for loss in losses]
+        for name, *rounded in zip(apart, *by_loss, strict=True):
+            gradients[name] = torch.stack(rounded).to(_reduce_dtype(config)).sum(0)
+    return gradients
+
+
+def _is_cast_after_rounding(name: str, config: TrainerConfig) -> bool:
+    is_wide = _has_gradients_of_own_dtypes(config) and _is_replicated_over_tp(name.partition("@")[0], config)
+    return is_wide and _is_compiled(name, config)
 
 
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
