@@ -89,7 +89,7 @@ def on_both(call: Callable[[str], Any], schedules: tuple[str, ...] = ("eager", "
 
 
 def outputs_are_laid_out_as_on_the_cpu() -> None:
-    """Those that are resized, with one warning; and results of 16 bits, of an operand that was expanded."""
+    """Outputs that are resized, with one warning, and results of an expanded operand in 16 bits, have the strides of the CPU."""
     image = normal(2, 3, 4, 5, dtype=torch.float32).contiguous(memory_format=torch.channels_last)
     waves = normal(3, 4, dtype=torch.complex64).t()
 
@@ -149,7 +149,7 @@ def operators_have_the_dtypes_of_the_cpu() -> None:
 
 
 def attention_is_laid_out_as_by_cuda() -> None:
-    """Flash attention keeps the layout of what it is given, efficient attention has the heads of a row side by side."""
+    """Flash attention keeps the layout of its operands, efficient attention has the heads of a row side by side."""
 
     def strides(dtype: torch.dtype) -> list[tuple[int, ...]]:
         leaves = [normal(2, 3, 16, 8, dtype=dtype, seed=seed).to("sim").requires_grad_() for seed in range(3)]
@@ -161,7 +161,7 @@ def attention_is_laid_out_as_by_cuda() -> None:
 
 
 def autocast_is_that_of_cuda() -> None:
-    """Which is not the CPU's, see the reason `autocast` in conformance/sim_runs/operators/reasons.yaml."""
+    """The CPU's autocast has other operators, see `autocast` in conformance/sim_runs/operators/reasons.yaml."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     cuda, sim, cpu = (
