@@ -89,7 +89,7 @@ def on_both(call: Callable[[str], Any], schedules: tuple[str, ...] = ("eager", "
 
 
 def outputs_are_laid_out_as_on_the_cpu() -> None:
-    """Outputs that are resized, with one warning, and results of an expanded operand in 16 bits, have the strides of the CPU."""
+    """Resized outputs, with one warning, and results of an expanded operand in 16 bits have the CPU's strides."""
     image = normal(2, 3, 4, 5, dtype=torch.float32).contiguous(memory_format=torch.channels_last)
     waves = normal(3, 4, dtype=torch.complex64).t()
 
