@@ -20,6 +20,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+from conformance.detection.case_judge import the_matrix
 from conformance.project import PROJECT
 from tests.support.sessions import Printed, finish_together
 
@@ -94,7 +95,6 @@ def require(row: Row, ended: Printed) -> None:
 
 def files(directory: Path) -> None:
     """Write the files that commands name: some with mistakes, and reports of several kinds."""
-    from conformance.plan.matrix import load_matrix
     from conformance.report.coverage import session_coverage
     from conformance.report.facts import suite_digest
     from tests.support.matrices import write_matrix
@@ -113,7 +113,7 @@ def files(directory: Path) -> None:
     (directory / "fault.py").write_text("fault = 1\n")
     good = report(case("PAR-1/dp2-fp32-default-meta"))
     replaced = partial(msgspec.structs.replace, good)
-    matrix = load_matrix(PROJECT / "matrix.yaml")
+    matrix = the_matrix()
     unjudged = report(
         suite_digest=suite_digest(),
         matrix_digest=matrix.digest,

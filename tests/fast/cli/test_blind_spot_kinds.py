@@ -2,11 +2,10 @@
 
 from conformance.cli.blind_spot_kinds import KINDS, section
 from conformance.defects.catalogue import signatures
+from conformance.detection.case_judge import the_matrix
 from conformance.plan.content import compiled
-from conformance.plan.matrix import load_matrix
-from conformance.project import data_file
 
-MATRIX = load_matrix(data_file("matrix.yaml"))
+MATRIX = the_matrix()
 LINES = [line for line in section(MATRIX).splitlines() if line.startswith("| ")]
 ROWS = {name: row for name, *row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in LINES)}
 

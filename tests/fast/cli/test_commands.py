@@ -14,6 +14,7 @@ from conformance.cli import docs
 from conformance.cli.blocks import block, with_block
 from conformance.cli.docs import Durations, Measured, generated
 from conformance.cli.waive import NO_ISSUE, draft_waivers
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.measurements import Measurement
 from conformance.judge.waivers import Symptom, Waivers
 from conformance.plan.cells import Cell
@@ -135,7 +136,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("more_cases", [0, 1])
 def test_stale_durations_give_way_to_estimates(project: Path, more_cases: int) -> None:
-    cases = len(load_matrix(PROJECT / "matrix.yaml").cases("smoke")) + more_cases
+    cases = len(the_matrix().cases("smoke")) + more_cases
     smoke = Durations(cases=cases, durations_s=(90, 84, 120), processors=2, torch="2.13.0")
     measured = Measured(profiles={"smoke": smoke})
     (project / "docs" / "measured.json").write_bytes(msgspec.json.encode(measured))

@@ -11,21 +11,21 @@ from expecttest import assert_expected_inline
 from conformance.__main__ import main
 from conformance.cli import explain
 from conformance.cli.explain import CaseExplained, as_lines, explained_case, read_case
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.measurements import Measurement
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed, Failure
 from conformance.plan.cells import cell_from_id
-from conformance.plan.matrix import Case, load_matrix
-from conformance.project import PROJECT
+from conformance.plan.matrix import Case
 from conformance.report.location import Location
 from conformance.report.module_tree import tree_lines
 from conformance.run.store import RecordStore
 from reference_trainer.checks import UsageError
 from tests.support.sample_reports import deviation, location
 
-MATRIX = load_matrix(PROJECT / "matrix.yaml")
+MATRIX = the_matrix()
 TP2, FULL = "tp2-fp32-default-meta", "dp2-fp32-default-full"
 CASE = Case("PAR-1", cell_from_id(TP2))
 

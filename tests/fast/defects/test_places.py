@@ -7,9 +7,8 @@ import pytest
 
 from conformance.defects.catalogue import signatures
 from conformance.defects.places import FILE, places
-from conformance.plan.matrix import load_matrix
+from conformance.detection.case_judge import the_matrix
 from conformance.plan.selection import parse
-from conformance.project import data_file
 from conformance.report.location import Stage
 from reference_trainer.strict_yaml import ConfigError
 
@@ -21,7 +20,7 @@ def test_each_defect_has_a_place_and_each_place_a_defect() -> None:
 
 
 def test_each_place_is_on_one_cell_of_its_defect() -> None:
-    cells = load_matrix(data_file("matrix.yaml")).cells
+    cells = the_matrix().cells
     for defect, place in places().items():
         selection = parse(CELLS[defect])
         shown_on = [name for name, cell in cells.items() if selection(cell)]

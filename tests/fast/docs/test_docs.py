@@ -10,8 +10,8 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.defects.catalogue import defects
+from conformance.detection.case_judge import the_matrix
 from conformance.findings.table import findings
-from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.plan.substrates import Substrate
 from conformance.project import PROJECT
@@ -226,7 +226,7 @@ def test_a_cells_way_has_at_most_twelve_stops_which_are_functions() -> None:
 
 MAX_CASES, MAX_RANKS = 5, 4
 DEFECTS = {defect.id: defect for defect in defects()}
-MATRIX = load_matrix(PROJECT / "matrix.yaml")
+MATRIX = the_matrix()
 
 _ENTRY = re.compile(
     r"^- \*\*(?P<symptom>.*?)(?P<text>\*\*.*?)\n\n {6}(?P<command>pytest .*?)$", re.MULTILINE | re.DOTALL

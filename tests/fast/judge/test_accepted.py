@@ -7,16 +7,16 @@ import pytest
 from msgspec.structs import replace
 
 from conformance.cli.waive import accepted_entries
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.accepted import AcceptedFailure, accept, load_accepted, require_day
 from conformance.judge.verdicts import Verdict
 from conformance.judge.waivers import waiver_of
-from conformance.plan.matrix import Case, load_matrix
-from conformance.project import PROJECT
+from conformance.plan.matrix import Case
 from reference_trainer.checks import UsageError
 from tests.support.sample_reports import case, report
 
 DAY = datetime.date(2027, 1, 31)
-CASES = load_matrix(PROJECT / "matrix.yaml").trainer_cases("my_train:parallelize")
+CASES = the_matrix().trainer_cases("my_train:parallelize")
 UNEVEN = "dp2-fp32-default-full-acc2-uneven"
 ENTRY = """
   - law: gradients

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.shrinking import SearchEnded, features_of, shrink, smaller_meshes
 from conformance.plan.cells import AxisValue, Cell
-from conformance.plan.matrix import load_matrix
-from conformance.project import data_file
 
-MATRIX = load_matrix(data_file("matrix.yaml"))
+MATRIX = the_matrix()
 MESHES = MATRIX.content.combined_meshes
 COMBINED = [cell for cell in MATRIX.cells.values() if cell.features >= 4 and cell.world_size <= 8]
 

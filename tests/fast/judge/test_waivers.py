@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.judge.waivers import Symptom, Waiver, expired_warning, load_waivers, profile_waivers, waiver_of
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.matrix import Case, Matrix
 from conformance.project import PROJECT
 
 WAIVER = Waiver(
@@ -31,7 +32,7 @@ CELL, DAY = Cell(mesh="dp2"), datetime.date(2027, 1, 31)
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    return load_matrix(PROJECT / "matrix.yaml")
+    return the_matrix()
 
 
 def test_matches_law_cells_device_and_versions() -> None:

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from conformance.detection.case_judge import the_matrix
 from conformance.matrix_lock.derivation import covering_cells, estimated_s
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names, cell_from_axes
 from conformance.plan.content import Exclusion, Values
-from conformance.plan.matrix import load_matrix
-from conformance.project import PROJECT
 
-MATRIX = load_matrix(PROJECT / "matrix.yaml")
+MATRIX = the_matrix()
 CONTENT = MATRIX.content
 VALUES: dict[str, Values] = {
     axis: list(dict.fromkeys([axis_default(axis), *CONTENT.axes.get(axis, []), *CONTENT.alone.get(axis, [])]))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.detection.case_judge import the_matrix
 from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
 from conformance.plan.content import Content, Exclusion, Profile, Section
 from conformance.plan.coverage import (
@@ -22,9 +23,8 @@ from conformance.plan.coverage import (
     laws_on,
     on_numbers,
 )
-from conformance.plan.matrix import Matrix, load_matrix
+from conformance.plan.matrix import Matrix
 from conformance.plan.scopes import GAPS, Gap
-from conformance.project import data_file
 from tests.support.matrices import written_matrix
 
 TEXT = """\
@@ -194,7 +194,7 @@ def test_counts_are_those_of_all_combinations_of_all_cells(rules: set[str], pick
 
 
 def test_the_cells_of_pr_have_all_pairs() -> None:
-    matrix = load_matrix(data_file("matrix.yaml"))
+    matrix = the_matrix()
     start_s = time.process_time()
     cells = matrix.profile_cells("pr")
     missing = covered(matrix.content, on_numbers(matrix, laws_on(matrix, cells)), 2).missing

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import TRAINER_CELLS, load_matrix
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.plan.scopes import GAPS, Scope, declared_scopes, in_order, scope
 from conformance.plan.selection import Facts, Selection
-from conformance.project import LAWS_DIRECTORY, PROJECT
+from conformance.project import LAWS_DIRECTORY
 
 
 def declared(directory: Path, *declarations: str) -> dict[str, Scope]:
@@ -26,7 +27,7 @@ def test_declarations_are_those_of_the_decorator() -> None:
 
 
 def test_every_gap_leaves_a_cell_of_the_matrix_out_of_a_law() -> None:
-    matrix = load_matrix(PROJECT / "matrix.yaml")
+    matrix = the_matrix()
     pairs = ((matrix.scopes, matrix.cells.values()), (matrix.trainer_scopes, TRAINER_CELLS))
     met = {
         gap

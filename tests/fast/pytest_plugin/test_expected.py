@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from conformance.detection.case_judge import the_matrix
 from conformance.plan.cells import Cell
 from conformance.plan.lock import STARTUP_S
-from conformance.plan.matrix import Case, load_matrix
-from conformance.project import data_file
+from conformance.plan.matrix import Case
 from conformance.pytest_plugin.expected import Expectation, Plan, plan_of
 from conformance.report.schema import CaseResult
 from tests.support.sample_reports import case
 
-MATRIX = load_matrix(data_file("matrix.yaml"))
+MATRIX = the_matrix()
 CASES = MATRIX.cases("smoke")
 
 

@@ -9,13 +9,13 @@ import pytest
 from conformance.assertions.axes.effects import loss_scale_takes_effect
 from conformance.assertions.axes.proofs import PROOFS, neighbours, prove
 from conformance.assertions.fixtures import Run
+from conformance.detection.case_judge import the_matrix
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, axis_names
-from conformance.plan.matrix import Matrix, load_matrix
-from conformance.project import PROJECT
+from conformance.plan.matrix import Matrix
 from conformance.run.record import Record, read_record
 
-MATRIX: Matrix = load_matrix(PROJECT / "matrix.yaml")
+MATRIX: Matrix = the_matrix()
 CELLS = [cell for cell in MATRIX.cells.values() if MATRIX.scopes["AXIS-1"].holds(cell)]
 DEAD = {
     (axis, getattr(shown, axis), "pp" if shown.config.mesh.pp > 1 else "no pp"): (shown, neighbour)

@@ -2,14 +2,13 @@
 
 import pytest
 
+from conformance.detection.case_judge import the_matrix
 from conformance.localisation.reference_run import ReferenceRun
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import load_matrix
-from conformance.project import data_file
 from conformance.run.case_runs import CaseRuns
 from conformance.run.store import RecordStore
 
-CELLS = sorted(load_matrix(data_file("matrix.yaml")).profile_cells("pr"), key=lambda cell: cell.id)
+CELLS = sorted(the_matrix().profile_cells("pr"), key=lambda cell: cell.id)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)

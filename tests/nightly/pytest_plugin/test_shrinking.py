@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from conformance.cli.verify import verify
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case, load_matrix
+from conformance.plan.matrix import Case
 from conformance.project import data_file
 from conformance.pytest_plugin.cases import cases_of
 from conformance.pytest_plugin.shrinking import Shrinker, outcome_of
@@ -23,7 +24,7 @@ from conformance.report.text import markdown, terminal_lines
 from tests.support import miniatures, sample_reports
 from tests.support.sessions import PYTEST, finish, suite
 
-MATRIX = load_matrix(data_file("matrix.yaml"))
+MATRIX = the_matrix()
 LAW = "PAR-1"
 COMBINED = Cell(offload="cpu", accumulation=2, tied_embeddings=True, optimizer="sgd", forward_prefetch=1)
 NEEDED = {"offload": "cpu", "accumulation": 2}

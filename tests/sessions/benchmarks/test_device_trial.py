@@ -13,8 +13,7 @@ from benchmarks.device_trial.calls import RACES, stages_of
 from benchmarks.device_trial.screen import pack, screen
 from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
-from conformance.plan.matrix import load_matrix
-from conformance.project import data_file
+from conformance.detection.case_judge import the_matrix
 from conformance.pytest_plugin.cases import cases_of
 
 
@@ -162,7 +161,7 @@ def options(stage: Stage) -> dict[str, str]:
 @pytest.mark.parametrize("accelerator", ["cuda", "cpu", "sim"])
 def test_every_session_has_cases(call: str, accelerator: str, tmp_path: Path) -> None:
     """Cells are of the matrix, or named alone; a session without any case would be a stage that tells nothing."""
-    matrix = load_matrix(data_file("matrix.yaml"))
+    matrix = the_matrix()
     sessions = [stage for stage in stages_of(call, accelerator=accelerator, work=tmp_path) if stage.report]
     assert sessions
     for stage in sessions:

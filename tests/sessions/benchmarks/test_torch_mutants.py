@@ -12,13 +12,12 @@ from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
 from benchmarks.torch_faults import Fault, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.defects.injection import NotInjectable
-from conformance.plan.matrix import load_matrix
+from conformance.detection.case_judge import the_matrix
 from conformance.plan.selection import parse
-from conformance.project import PROJECT
 from tests.support.programs import run_python
 from tests.support.sample_reports import case, report
 
-CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")
+CASES = the_matrix().cases("pr")
 
 SOURCE = """
 def told(values, *, notes):

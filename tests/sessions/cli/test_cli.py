@@ -10,9 +10,9 @@ from expecttest import assert_expected_inline
 from conformance.__main__ import main
 from conformance.cli.show import show
 from conformance.defects.catalogue import defects
+from conformance.detection.case_judge import the_matrix
 from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 from reference_trainer.config import load_config
 from tests.support.matrices import write_matrix
@@ -112,7 +112,7 @@ def test_a_defect_that_only_devices_show(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_all_ids_of_the_project_can_be_shown() -> None:
-    matrix = load_matrix(PROJECT / "matrix.yaml")
+    matrix = the_matrix()
     cells = {case.cell.id for profile in matrix.profiles for case in matrix.cases(profile)}
     assert asserted_laws().keys() >= set(matrix.laws())
     for name in [*matrix.laws(), *(defect.id for defect in defects()), min(cells)]:
