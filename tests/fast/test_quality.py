@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import PurePath
 
 import pytest
@@ -297,6 +298,7 @@ def test_keys_of_metrics_are_names_of_the_api() -> None:
     require(other_keys, files("conformance"))
 
 
+@cache
 def is_replaced(identifier: str) -> bool:
     """Return whether an identifier contains a word or phrase for which the field has another term."""
     if identifier in FIELD_TERMS:
