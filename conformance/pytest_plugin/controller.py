@@ -153,7 +153,7 @@ class Controller:
             cases=sorted(self._results.values(), key=lambda result: result.id),
             accepted=self._setup.accepted,
             calibration_s=self._calibration_s,
-            expected_s=round(self._expectation.session_s, 1) if self._expectation else None,
+            expected_s=self._expectation.session_s if self._expectation else None,
             workers=_workers(session.config),
         )
         if self._setup.store.covers_torch:

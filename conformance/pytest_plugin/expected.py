@@ -67,8 +67,9 @@ class Expectation:
         self._calibrated = calibration_s / plan.calibration_s
         self._left = dict(plan.cases)
         self._measured_s: dict[str, float] = defaultdict(float)
-        self.session_s = self._place(self._calibrated).session_s(plan.cells.values())
-        """Expected duration by the calibration alone; an upper bound if laws were left out."""
+        self.session_s = round(self._place(self._calibrated).session_s(plan.cells.values()), 1)
+        """Expected duration by the calibration alone; an upper bound if laws were left out. Rounded once, so that the
+        first line and the report show the same number."""
         self._told_s = self.session_s
 
     def first_line(self) -> str:
