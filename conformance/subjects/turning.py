@@ -11,8 +11,9 @@ itself. The number that is exceeded with a probability of 1e-4 is allowed, of th
 step that is linear in gradients is hardly off where these turn, so that the rule changes nothing for it.
 """
 
-import math
 from collections.abc import Sequence
+
+import torch
 
 from conformance.oracles.reference import clip_factor
 from conformance.subjects.evidence import BF16_FACTOR
@@ -57,12 +58,15 @@ def distances_if_turned(subject: Subject, exact: Trajectory, max_norm: float) ->
 
 
 def allowed_turns(mean: float) -> int:
-    """Return the smallest number that a Poisson variable with a mean exceeds with a probability below 1e-4."""
-    number, at_least, probability = 0, 1.0, math.exp(-mean)
-    while (at_least := at_least - probability) > _EXCEEDED_WITH:
-        number += 1
-        probability *= mean / number
-    return number
+    """Return the smallest number that a Poisson variable with a mean exceeds with a probability of at most 1e-4.
+
+    It exceeds k with the probability of the regularised lower incomplete gamma function of k + 1 and the mean, which is
+    near one half about the mean: https://en.wikipedia.org/wiki/Poisson_distribution
+    """
+    first, deviation = int(mean), mean**0.5
+    numbers = first + torch.arange(int(10 * deviation) + 10, dtype=torch.float64)
+    exceeds = torch.special.gammainc(numbers + 1, torch.full_like(numbers, mean))
+    return first + int((exceeds > _EXCEEDED_WITH).sum())
 
 
 def _share(run: Tensors, exact: Tensors, turned: Tensors) -> float:
