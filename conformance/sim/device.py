@@ -95,7 +95,7 @@ def poison(on: bool) -> None:
 
 
 def counts() -> dict[str, Any]:
-    """Return the numbers of queued operators and of executed tasks, and of waits of the host by reason."""
+    """Return the numbers of queued operators, of inferences of layouts and of executed tasks, and waits of the host by reason."""
     return dict(extension().counts())
 
 

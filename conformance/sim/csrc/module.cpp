@@ -72,6 +72,7 @@ py::dict counts() {
   Lock lock;
   py::dict all;
   all["operators"] = statistics().operators;
+  all["inferences"] = statistics().inferences;
   all["executed"] = scheduler().executed();
   all["streams"] = scheduler().count();
   all["waits"] = py::dict();

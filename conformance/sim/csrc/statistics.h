@@ -9,6 +9,7 @@ namespace sim {
 
 struct Statistics {
   int64_t operators = 0; // without kernel of its own
+  int64_t inferences = 0; // calls of operators on meta tensors, for the layouts of their results
   std::map<std::string, int64_t> waits; // operators for whose result the host had to wait, by name
 };
 

@@ -312,7 +312,38 @@ def other_kernels_compute_on_the_device() -> None:
         assert not all(torch.equal(*pair) for pair in zip(own[each], expected, strict=True)), each
 
 
+def layouts_are_inferred_once() -> None:
+    """A call like an earlier one has its layouts, and its warnings, without another call on meta tensors."""
+    device.follow(Schedule.parse("lazy"))
+    x, y = torch.ones(4, 6, device="sim"), torch.ones(6, device="sim")
+    whole = torch.ones(3, dtype=torch.int64, device="sim")
+
+    def inferences(call: Callable[[], object]) -> int:
+        before = int(device.counts()["inferences"])
+        call()
+        return int(device.counts()["inferences"]) - before
+
+    def stepped(rate: float) -> Callable[[], object]:
+        return lambda: torch._foreach_add_([x, y], [rate, 2 * rate])
+
+    first, second = (inferences(stepped(rate)) for rate in (0.1, 0.2))
+    assert first > second == 0, "numbers of each step"
+    assert [inferences(lambda: torch.lerp(x, y, 0.5)) for _ in range(3)] == [1, 0, 0]
+    assert inferences(lambda: torch.lerp(x.mT.contiguous().mT, y, 0.5)) > 0, "other strides"
+    assert [tuple(torch.arange(0.0, end, device="sim").shape) for end in (2.0, 3.0)] == [(2,), (3,)]
+    assert torch.true_divide(whole, 2).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    assert torch.true_divide(whole, 2).dtype is torch.float64, "the default dtype of the call"
+    torch.set_default_dtype(torch.float32)
+    for _ in range(2):
+        out = torch.empty(1, device="sim")
+        with pytest.warns(UserWarning, match="was resized"):
+            torch.mul(x, 2, out=out)
+        assert out.shape == x.shape
+
+
 CHECKS = (
+    layouts_are_inferred_once,
     norms_are_one_operator,
     nothing_grows_in_place,
     outputs_are_laid_out_as_on_the_cpu,
