@@ -535,11 +535,21 @@ class Walk:
     def _copy_out(self, group: str) -> None:
         if f"U {group}" in self._held:
             return
-        self._hold(f"U {group}", self._padded(group) * self._compute)
         if self._ranks[group] == 1 and self._compute != self._master:
-            self._note(self._padded(group) * self._compute)
+            self._cast_one_by_one(group)
+        self._hold(f"U {group}", self._padded(group) * self._compute)
         self._note(sum(p.padded for p in self._parameters[group] if p.by_columns) * self._compute)
         self._free(f"P {group}")
+
+    def _cast_one_by_one(self, group: str) -> None:
+        """One rank copies the cast of each parameter, and frees it when it has cast the next."""
+        copied = previous = 0
+        for parameter in self._parameters[group]:
+            cast = parameter.padded * self._compute
+            self._note(copied + previous + cast)
+            copied += cast
+            self._note(copied + cast)
+            previous = cast
 
     def _free_all(self, names: Sequence[str]) -> None:
         for name in names:
