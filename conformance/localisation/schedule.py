@@ -150,7 +150,7 @@ class _Schedules:
         }
         trace, named = self._traces[facts.rank], self._names_groups(facts)
         for index, each in enumerate(facts.collectives):
-            if each.step != step or _is_agreement_of_stages(each):
+            if each.step != step or _is_agreement_of_stages(each) or self._follows_routing(each):
                 continue
             stream, purpose = _stream(each), ""
             if stream == "FSDP" and named:
@@ -158,6 +158,10 @@ class _Schedules:
             during = self._group(each.during) if stream == "FSDP" else ""
             streams[stream].append((index, _key(each, purpose, during)))
         return streams
+
+    def _follows_routing(self, each: Collective) -> bool:
+        """Return whether ranks exchange rows of experts, or their numbers, which `step_events` leaves out."""
+        return each.kind == "all_to_all" and self._config.mesh.ep > 1
 
     def _group(self, modules: str) -> str:
         """Return the oracle's name of the group with these modules; empty for none."""

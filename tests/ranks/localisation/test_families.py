@@ -25,6 +25,12 @@ def located(directory: Path, pools: Pools, law: str, cell: str, defect: str | No
     [
         ("RS-1", "dp2-fp32-default-meta", "one-layer-not-resharded", ("schedule", "layers.1")),
         ("MEM-6", "dp2-fp32-default-meta-even-sgd", "rare-memory-leak", ("memory", "")),
+        (
+            "RS-1",
+            "dp2-ep2-fp32-default-meta-experts",
+            "experts-not-resharded",
+            ("schedule", "layers.0.feed_forward.experts"),
+        ),
         ("MP-1", "dp2-bf16mp-default-meta", "reduce-dtype-dropped", ("schedule", "output")),
     ],
 )
