@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -107,7 +108,7 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
     if within.value > 0.0:
         reduced = {name: bound("max(w, r)", w=within, r=each) for name, each in reduced.items()}
     return ExpectedStep(
-        traces=[joined(micro_batches[rank]) for rank in sorted(micro_batches)],
+        traces=[_without_exchanged_rows(joined(micro_batches[rank]), own) for rank in sorted(micro_batches)],
         within=within,
         # A step that is skipped because of an overflow has no gradients that a sum in another order would have, too.
         gradients={} if facts.skipped else emulated.gradients,
@@ -115,6 +116,16 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         loss=emulated.loss,
         loss_within=max(within.value, tolerance.fp32_loss(own).value),
         weight=1.0 / (len(micro_batches) * facts.loss_scale),
+    )
+
+
+def _without_exchanged_rows(trace: Trace, config: TrainerConfig) -> Trace:
+    """Leave out what experts compute if several ranks divide them: they get the rows of other ranks' tokens, too."""
+    if config.mesh.ep == 1:
+        return trace
+    kept = [index for index, tap in enumerate(trace.taps) if not tap.module.endswith(".experts")]
+    return with_fields(
+        trace, taps=[trace.taps[index] for index in kept], tensors=[trace.tensors[index] for index in kept]
     )
 
 
