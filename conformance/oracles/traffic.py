@@ -140,8 +140,12 @@ def routed_experts(shapes: Shapes) -> list[int]:
 def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> list[Event]:
     """Sums of the numbers of tokens by expert over all data, in each block's forward and where it is recomputed."""
     phases = ("forward", "backward") if config.activation_checkpointing != "none" else ("forward",)
-    one = [each for phase in phases for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))]
-    return [msgspec.structs.replace(each, numel=experts) for experts in routed_experts(full) for each in one]
+    return [
+        msgspec.structs.replace(each, numel=experts)
+        for phase in phases
+        for experts in routed_experts(full)
+        for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))
+    ]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

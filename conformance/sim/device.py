@@ -95,7 +95,7 @@ def poison(on: bool) -> None:
 
 
 def counts() -> dict[str, Any]:
-    """Return the numbers of queued operators, of inferences of layouts and of executed tasks, and waits of the host by reason."""
+    """Return numbers of queued operators, inferences of layouts and executed tasks, and waits of the host by reason."""
     return dict(extension().counts())
 
 
