@@ -1,7 +1,8 @@
 """Run of the reference trainer with taps, and its oracles."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
 
 from conformance.assertions.dropout import are_masks_seen, masks_of_replicas, repeated_masks
@@ -271,18 +272,18 @@ class ReferenceRun(TappedRun):
             return
         on_device = record.device_type != "cpu" and self._config.offload == "none"
         config = chosen_on_device(self._config) if on_device else self._config
-        taken = self._taken_before + sum(not each.skipped for each in record.ranks[0].steps if each.step < step)
         kinds = optimizer_state(config.optimizer)
         before = f"after{step - 1}" if step > self.steps[0] else "resumed"
-        known = {*kinds} & {*record.kinds(before)} if taken else set()
+        known = {*kinds} & {*record.kinds(before)}
         results = []
         for rank in self.ranks.all:
             shards = partial(self.shards, rank=rank)
             gradients = shards(f"step{step}/clipped/")
             held = {name: p for name, p in shards(f"step{step}/parameter/").items() if name in gradients}
-            start = Start(taken, {kind: shards(f"{before}/{kind}/") for kind in known})
+            taken = self._steps_taken(rank, step, held)
+            state = {kind: shards(f"{before}/{kind}/") for kind in known} if any(taken.values()) else {}
             device = record.kernel_type if on_device else "cpu"
-            results.append(plain_updates(config, held, {step: gradients}, start=start, device=device))
+            results.append(plain_updates(config, held, {step: gradients}, start=Start(taken, state), device=device))
         after = "final/parameter/" if step == self.steps[-1] else f"step{step + 1}/parameter/"
         for kind in ("parameter", *sorted(kinds)):
             yield Update(
@@ -291,6 +292,14 @@ class ReferenceRun(TappedRun):
                 after=after if kind == "parameter" else f"after{step}/{kind}/",
                 expected=[result.get(kind, {}) for result in results],
             )
+
+    def _steps_taken(self, rank: int, step: int, parameters: Collection[str]) -> dict[str, int]:
+        """Return the steps before this one in which the optimizer of a rank has changed each of its parameters."""
+        taken = Counter(dict.fromkeys(parameters, self._taken_before))
+        for earlier in self.record.ranks[rank].steps:
+            if earlier.step < step and not earlier.skipped:
+                taken.update(self.shards(f"step{earlier.step}/clipped/", rank=rank).keys())
+        return taken
 
     def _learning_rate(self, step: int) -> Location | None:
         measured, expected = self._facts(step).lr, learning_rate(self._config, step)

@@ -29,7 +29,7 @@ Stream = Literal["FSDP", "tensor parallelism", "clipping", "trainer"]
 """Origin of collectives whose order among each other is known."""
 Edit = Literal["superfluous", "missing", "replaced"]
 _DATA = ("dp_shard", "dp_replicate")
-_TRAINING = ("data", "forward", "backward")
+_TRAINING = ("data", "evaluate", "forward", "backward")
 _NUMBER_OF_TOKENS = "int64"
 """Dtype of the only sum over data ranks in forward or before that FSDP does not issue."""
 
@@ -95,7 +95,7 @@ class _Schedules:
         """Return the first wrong place of a step."""
         misfits = [misfit for facts in self._record.ranks for misfit in self._misfits(facts, step)]
         for phases, point in (
-            (("data", "forward"), "after_forward"),
+            (("data", "evaluate", "forward"), "after_forward"),
             (("backward",), "at_optimizer"),
             (("unscale", "clip", "optimizer", "idle"), "after_step"),
         ):

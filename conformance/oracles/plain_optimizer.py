@@ -30,7 +30,8 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 class Start:
     """State from which a rank's optimizer goes on; without arguments, that of an optimizer that has taken no step."""
 
-    steps_taken: int = 0
+    steps_taken: Mapping[str, int] = field(default_factory=dict)
+    """Steps by parameter name, without those in which it had no gradient; 0 for names that are not there."""
     state: Mapping[str, Tensors] = field(default_factory=dict)
     """Shards by kind of optimizer state and parameter name."""
 
@@ -67,7 +68,7 @@ def _updated(
         loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items() if name in tensors}
         if not loaded:  # it is frozen
             continue
-        counter = {"step": torch.tensor(float(start.steps_taken))} if config.optimizer.name == "adamw" else {}
+        counter = {"step": torch.tensor(float(start.steps_taken.get(name, 0)))} if config.optimizer.name == "adamw" else {}
         optimizer.state[p] = counter | loaded
     for step, step_gradients in gradients.items():
         for group in optimizer.param_groups:

@@ -62,9 +62,9 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
     kinds = set() if begins else {*optimizer_state(cell.config.optimizer)} & {*record.kinds("resumed")}
     for rank in range(cell.world_size):
         shards = partial(record.shards_below, rank=rank)
-        start = Start(steps_taken, {kind: shards(f"{when}/{kind}/") for kind in kinds})
         gradients = {step: shards(f"step{step}/clipped/") for step in record.steps_taken}
         initial = shards(f"{when}/parameter/")
+        start = Start(dict.fromkeys(initial, steps_taken), {kind: shards(f"{when}/{kind}/") for kind in kinds})
         expected = plain_updates(config, initial, gradients, start=start, device=device)
         for kind, tensors in expected.items():
             compare.bits(shards(f"final/{kind}/"), tensors, name=f"{kind} of rank {rank} after the last step")
