@@ -1,4 +1,4 @@
-"""HSDP with postponed all-reduces gives the gradient of a module that the last micro-batch does not use to the next step.
+"""With postponed all-reduces HSDP adds gradients of a module that the last micro-batch leaves out to the next step's.
 
 With `set_requires_all_reduce(False)` a micro-batch leaves sums over the shards, which the last one adds to its own and
 reduces over the replicas. A group without gradients of the last micro-batch reduces nothing, and keeps its sums:

@@ -151,8 +151,9 @@ def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[list[Ma
     config = record.cell.config
     if config.mesh.pp == 1:
         together = 1 if phase == "forward" else config.passes
+        keys = _computed(config, step)
         starts = range(0, config.accumulation, together)
-        return [[key for key in _computed(config, step) if key[0] in range(start, start + together)] for start in starts]
+        return [[key for key in keys if start <= key[0] < start + together] for start in starts]
     actions = [a for a in record.ranks[rank].stage_actions if a.step == step and a.action == phase]
     return [[(action.micro_batch, layer) for layer in layers_of(action.stage, config)] for action in actions]
 

@@ -77,7 +77,9 @@ def step_in_simulation(rank: RankWorld) -> StepMemory:
     One ledger is open from before the model is built, so that no copy of parameters or optimizer state escapes it. With
     FSDP1 a ledger begins with the step: FSDP1 frees in it memory of the step before, which its memory model leaves out.
     """
-    return _measured_step(_warm_trainer(rank), MEASURED_STEP) if rank.config.implementation == "fsdp1" else _second_step(rank)
+    if rank.config.implementation == "fsdp1":
+        return _measured_step(_warm_trainer(rank), MEASURED_STEP)
+    return _second_step(rank)
 
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="sampled")

@@ -242,7 +242,8 @@ def _gradients_of(config: TrainerConfig, parameters: Tensors, losses: Sequence[T
             torch.autograd.grad(loss, list(apart.values()), retain_graph=True, allow_unused=True) for loss in losses
         ]
         for name, *rounded in zip(apart, *by_loss, strict=True):
-            gradients[name] = torch.stack([grad for grad in rounded if grad is not None]).to(_reduce_dtype(config)).sum(0)
+            computed = torch.stack([grad for grad in rounded if grad is not None])
+            gradients[name] = computed.to(_reduce_dtype(config)).sum(0)
     return gradients
 
 

@@ -67,7 +67,8 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    If forward passes leave out blocks, each micro-batch of all ranks is one pass. Dropout replays `masks`, and routers the choices with them; raises ValueError if masks are missing.
+    If forward passes leave out blocks, each micro-batch of all ranks is one pass. Dropout replays `masks`, and routers
+    the choices with them; raises ValueError if masks are missing.
     """
 
     def gradients(parameters: Tensors, loss_sum: Tensor, valid_tokens: int) -> tuple[float, Tensors]:
@@ -111,15 +112,14 @@ def _train(
         replay_choices(model, masks.choices.get(step, ()) if masks else ())
         valid_tokens = int((batch[1] != IGNORED_LABEL).sum())
         loss, grads = 0.0, Tensors()
-        for index, (inputs, labels, *own_masks) in enumerate(
-            _passes(config, [*batch, *(masks.of(step) if masks else ())])
-        ):
+        passes = _passes(config, [*batch, *(masks.of(step) if masks else ())])
+        for index, (inputs, labels, *own_masks) in enumerate(passes):
             leave_out(model, config, index, step=step)
             replay(model, own_masks)
             used = {n: p for n, p in model.named_parameters() if is_computed(n, config, [index], step=step)}
             mean, own = gradients(used, summed_loss(model, (inputs, labels)), valid_tokens)
             loss += mean
-            grads = {n: own[n] + grads[n] if n in grads and n in own else (own | grads)[n] for n in own | grads}
+            grads |= {name: grads[name] + grad if name in grads else grad for name, grad in own.items()}
         grads = trained(grads, config, step=step)
         run.losses.append(loss)
         run.gradients.append(grads)

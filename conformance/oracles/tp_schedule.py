@@ -210,7 +210,9 @@ class _Traffic:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
 
         Norms are those whose names begin with `prefix`, under names of their own; gradients those of the backward that
-        `ends` with a micro-batch, and are complete in the first of several passes, and those that wait for it. Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
+        `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
+
+        Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
         (FSDPParam._get_grad_inner_tensor), in the gradient's dtype: that of computation, or the dtype in which
         micro-batches have been accumulated, which from 2.15 on is that of all gradients of norms
         (`VersionTraits.gradients_have_own_dtypes`). Biases of wo and w2, unlike Megatron's, cost nothing: DTensor adds

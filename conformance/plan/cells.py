@@ -126,7 +126,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     frozen: Literal["none", "embedding", "norms", "block", "thawed"] = "none"
     """Parameters that do not train; `thawed`: those of the first block in the first step alone."""
     skipped: Literal["none", "block", "blocks"] = "none"
-    """Blocks that some forward passes leave out: the second in two of three, and with `blocks` the first in each fourth."""
+    """Blocks that some forward passes leave out: the second in two of three, with `blocks` the first in each fourth."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards, where it can be divided evenly."""
     gradient_divisor: Literal["ranks", "half", "twice"] = "ranks"

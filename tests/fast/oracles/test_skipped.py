@@ -53,9 +53,9 @@ def test_one_process_leaves_alone_what_a_step_has_not_used(optimizer: str) -> No
     parameters = dict(model.named_parameters())
     matrices, vectors = ([p for p in parameters.values() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = {"betas": (options.beta1, options.beta2), "eps": options.eps}
-    kind, more = (torch.optim.AdamW, adamw) if optimizer == "adamw" else (torch.optim.SGD, {"momentum": options.momentum})
-    stepper = kind(groups, **more)  # type: ignore[arg-type]
+    stepper: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=options.momentum)
+    if optimizer == "adamw":
+        stepper = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
     used = [{name.split(".")[1] for name in gradients if name.startswith("layers.")} for gradients in run.gradients]
     assert used == [{"0", "1"}, {"0"}, {"0"}]
     for step, gradients in enumerate(run.gradients):
