@@ -45,7 +45,7 @@ def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
 
     With tensor or expert parallelism the process is rank 0 of a simulated world of its ranks.
     """
-    config = at_step(rank.config, MEASURED_STEP)
+    config = rank.config
     with simulated_world(rank.dims.tp * rank.dims.ep, device_type=rank.device.type):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
@@ -79,7 +79,7 @@ def segments_without_fsdp(
 
     Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
-    traits = traits_of(str(torch.__version__))
+    traits, config = traits_of(str(torch.__version__)), at_step(config, MEASURED_STEP)
     marks = GroupMarks(group_modules(model, spans=spans_model(config), experts=config.mesh.ep > 1))
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):

@@ -116,7 +116,7 @@ def _train(
         for index, (inputs, labels, *own_masks) in enumerate(passes):
             leave_out(model, config, index, step=step)
             replay(model, own_masks)
-            used = {n: p for n, p in model.named_parameters() if is_computed(n, config, [index], step=step)}
+            used: Tensors = {n: p for n, p in model.named_parameters() if is_computed(n, config, [index], step=step)}
             mean, own = gradients(used, summed_loss(model, (inputs, labels)), valid_tokens)
             loss += mean
             grads |= {name: grads[name] + grad if name in grads else grad for name, grad in own.items()}

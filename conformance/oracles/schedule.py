@@ -342,6 +342,12 @@ def reduces_earlier(group: str, config: TrainerConfig, trained_groups: Collectio
     return waits and leaves_in_backward(group, config, trained_groups, together[-1])
 
 
+def reduces_twice(config: TrainerConfig) -> bool:
+    """Return whether the last backward of a step reduces any group twice, see `reduces_earlier`."""
+    names = entered(groups(config))
+    return any(reduces_earlier(name, config, names) for name in names)
+
+
 def reduced_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of the gradients of each group, without groups that are frozen."""
     return shard_numels(trained(shapes, config), config, shards=shards)
