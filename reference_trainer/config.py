@@ -242,6 +242,18 @@ class Frozen(Config, frozen=True, kw_only=True):
     """Step from which they train. None: they never do."""
 
 
+class Skipped(Config, frozen=True, kw_only=True):
+    """Block that some forward passes leave out, on all ranks alike."""
+
+    block: int
+    """Index of the block."""
+    passes: tuple[bool, ...]
+    """Whether each forward pass of training leaves it out, from the first of the run on; starts again when it ends."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.passes), f"skipped: no passes for block {self.block}: give at least one")
+
+
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -334,6 +346,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     reduces after the last of its micro-batches: leave this field out."""
     frozen: tuple[Frozen, ...] = ()
     """Parameters that do not train: the first entry that matches a name decides."""
+    skipped: tuple[Skipped, ...] = ()
+    """Blocks that some forward passes leave out. A block that no pass of a step computes has no gradient, and the
+    optimizer leaves it alone."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards. `columns`: dimension 1 of those whose columns the shards divide evenly,
     as torch demands; all other parameters are sharded by rows, as with `rows`."""
@@ -418,10 +433,22 @@ def _check_compatibility(config: TrainerConfig) -> None:
         config.init == "checkpoint" or config.checkpoint_reader == "each-rank",
         f"checkpoint_reader {config.checkpoint_reader} has no effect with init {config.init}: set init=checkpoint",
     )
+    _check_skipped(config)
     _check_experts(config)
     _check_norms_apart(config)
     _check_numerics(config)
     _check_implementation(config)
+
+
+def _check_skipped(config: TrainerConfig) -> None:
+    blocks = [each.block for each in config.skipped]
+    wrong = [block for block in blocks if not 0 <= block < config.model.n_layers or blocks.count(block) > 1]
+    require(not wrong, f"skipped: blocks {wrong} are named twice, or not among {config.model.n_layers} layers")
+    require(
+        not blocks or (config.mesh.pp == 1 and not config.model.n_experts),
+        "skipped with a pipeline or experts: stages exchange activations of all blocks, and experts of a block are "
+        "balanced over all tokens of a step; use mesh.pp=1 and model.n_experts=0",
+    )
 
 
 def _check_experts(config: TrainerConfig) -> None:
@@ -527,6 +554,7 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "passes": (1,),
     "evaluation": ("none",),
     "frozen": ((),),
+    "skipped": ((),),
     "activation_checkpointing": ("none",),
     "compile": ("none",),
     "norms_in_tp": (True,),

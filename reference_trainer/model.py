@@ -127,6 +127,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.recompute: Callable[..., Tensor] | None = None
         """Function that calls another, keeps only some of its activations for backward and recomputes the rest."""
+        self.is_skipped = False
+        """True if the next forward passes of training leave the block out."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Map activations of shape (batch, seq_len, dim), with activation checkpointing if it is switched on."""
@@ -238,6 +240,7 @@ def _through(model: Transformer | Stage, x: Tensor, table: Tensor) -> Tensor:
     """Map tokens or activations through all layers that a model or a stage holds."""
     x = model.tok_embeddings(x)
     for layer in model.layers.values():
-        x = layer(x, table)
+        if not (layer.is_skipped and layer.training):
+            x = layer(x, table)
     out: Tensor = model.output(model.norm(x))
     return out

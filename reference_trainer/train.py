@@ -1,9 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision,
-reshard, frozen, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint,
-nonfinite, loop,
-__main__.
+reshard, frozen, skipped, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file,
+checkpoint, nonfinite, loop, __main__.
 """
 
 from contextlib import AbstractContextManager
@@ -36,6 +35,7 @@ from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resol
 from reference_trainer.parallelize import set_gradient_sync
 from reference_trainer.pipeline import Pipeline, check_pipeline, gather_over_stages, held_stages
 from reference_trainer.reshard import reshard_policy
+from reference_trainer.skipped import skip
 from reference_trainer.stopwatch import TRAINING
 
 
@@ -138,6 +138,7 @@ class Trainer:
             if index and self.config.evaluation == "between-micro-batches":
                 self._evaluate(*micro_batches[index - 1], step=step)
             set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
+            skip(self.model, self.config.skipped, forward=step * len(micro_batches) + index)
             loss_sum += self._forward_backward(inputs, labels, waiting, valid_tokens=valid_tokens, step=step)
         return loss_sum
 

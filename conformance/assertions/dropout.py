@@ -10,9 +10,11 @@ from torch import Tensor
 
 from conformance.oracles.dropout import CALLS_PER_BLOCK, Masks
 from conformance.oracles.pipeline import layers_of
+from conformance.oracles.skipped import computed_blocks
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
+from reference_trainer.config import TrainerConfig
 
 
 @lru_cache(maxsize=8)
@@ -149,10 +151,17 @@ def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[list[Ma
     config = record.cell.config
     if config.mesh.pp == 1:
         together = 1 if phase == "forward" else config.passes
-        starts, layers = range(0, config.accumulation, together), range(config.model.n_layers)
-        return [[*itertools.product(range(start, start + together), layers)] for start in starts]
+        keys = _computed(config, step)
+        starts = range(0, config.accumulation, together)
+        return [[key for key in keys if start <= key[0] < start + together] for start in starts]
     actions = [a for a in record.ranks[rank].stage_actions if a.step == step and a.action == phase]
     return [[(action.micro_batch, layer) for layer in layers_of(action.stage, config)] for action in actions]
+
+
+def _computed(config: TrainerConfig, step: int) -> list[MaskKey]:
+    """Return micro-batch and layer of all blocks that a step computes, in the order of forward."""
+    indices = range(config.accumulation)
+    return [(index, layer) for index in indices for layer in computed_blocks(config, index, step=step)]
 
 
 def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
@@ -164,14 +173,17 @@ def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
         place = at.get("dp_replicate", 0) * mesh.dp_shard + at["dp_shard"], at.get("tp", 0)
         masks_by_place.setdefault(place, {}).update(masks_of_rank(record, facts.rank, step, phase="forward"))
     keys = list(itertools.product(range(config.accumulation), range(config.model.n_layers)))
+    computed = _computed(config, step)
     by_coordinate: dict[int, list[list[Tensor]]] = {}
     for (coordinate, _), masks in sorted(masks_by_place.items(), key=lambda item: item[0]):
-        if missing := [key for key in keys if key not in masks]:
+        if missing := [key for key in computed if key not in masks]:
             index, layer = missing[0]
             raise ConformanceFailure(
                 f"data-parallel rank {coordinate}, step {step}: layer {layer} drops nothing in micro-batch {index}"
             )
-        by_coordinate.setdefault(coordinate, []).append([mask for key in keys for mask in masks[key]])
+        # Oracles never look at the masks of a block that is left out.
+        unused = [torch.ones_like(mask) for mask in next(iter(masks.values()), [])]
+        by_coordinate.setdefault(coordinate, []).append([mask for key in keys for mask in masks.get(key, unused)])
     coordinate_masks = [_over_tp(ranks, sharded=config.sequence_parallel) for ranks in by_coordinate.values()]
     calls = config.model.n_layers * CALLS_PER_BLOCK
     return [torch.cat([mask for masks in coordinate_masks for mask in masks[call::calls]]) for call in range(calls)]

@@ -17,6 +17,7 @@ from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.memory import BackendUse, MemoryLedger, PhaseMarks, allocations_alone, mark
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.expert_routing import route_evenly
+from conformance.oracles.memory_model import MEASURED_STEP
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
@@ -63,7 +64,7 @@ def step_on_ranks(rank: RankWorld) -> StepMemory:
     """Measure the second step on this rank of a real world; on a device, also write the allocator's history."""
     snapshot = Path(rank.job.kept, snapshot_file(rank.rank))
     with allocator_snapshot(snapshot, rank.device):
-        memory = _measured_step(_warm_trainer(rank), 1)
+        memory = _measured_step(_warm_trainer(rank), MEASURED_STEP)
     if rank.context.device:
         memory.device_level_bytes = machine_devices().used_bytes(rank.context.device)
     return memory
@@ -76,7 +77,9 @@ def step_in_simulation(rank: RankWorld) -> StepMemory:
     One ledger is open from before the model is built, so that no copy of parameters or optimizer state escapes it. With
     FSDP1 a ledger begins with the step: FSDP1 frees in it memory of the step before, which its memory model leaves out.
     """
-    return _measured_step(_warm_trainer(rank), 1) if rank.config.implementation == "fsdp1" else _second_step(rank)
+    if rank.config.implementation == "fsdp1":
+        return _measured_step(_warm_trainer(rank), MEASURED_STEP)
+    return _second_step(rank)
 
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="sampled")
@@ -88,7 +91,7 @@ def step_of_sampled_ranks(rank: RankWorld) -> StepMemory:
 def _second_step(rank: RankWorld) -> StepMemory:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
         trainer = _warm_trainer(rank)  # alive until the ledger is closed
-        _marked_step(trainer, 1)
+        _marked_step(trainer, MEASURED_STEP)
     (memory,) = _marked_steps(ledger)
     return memory
 
@@ -108,7 +111,7 @@ def growth_of_stages(rank: RankWorld) -> Growth:
 def _growth(rank: RankWorld) -> Growth:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
         trainer = _warm_trainer(rank, steps=MANY_STEPS)
-        _marked_step(trainer, 1)
+        _marked_step(trainer, MEASURED_STEP)
         mark(_NOT_MEASURED)
         with allocations_alone():
             before = _host_objects()

@@ -20,6 +20,8 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.expert_routing import route_evenly
+from conformance.oracles.frozen import at_step
+from conformance.oracles.memory_model import MEASURED_STEP
 from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import communicates, spans_model
 from conformance.oracles.torch_versions import gradients_stay, traits_of
@@ -34,6 +36,7 @@ from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Stage, StageLayers, Transformer
 from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import apply_ac, apply_ep, apply_tp
+from reference_trainer.skipped import skip
 
 
 @experiment(needs=Needs.NOTHING, world="none")
@@ -76,7 +79,7 @@ def segments_without_fsdp(
 
     Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
-    traits = traits_of(str(torch.__version__))
+    traits, config = traits_of(str(torch.__version__)), at_step(config, MEASURED_STEP)
     marks = GroupMarks(group_modules(model, spans=spans_model(config), experts=config.mesh.ep > 1))
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):
@@ -85,6 +88,7 @@ def segments_without_fsdp(
             for index, (inputs, labels) in enumerate(micro_batches):
                 if index and config.evaluation != "none":
                     _evaluate(model, config, *micro_batches[index - 1])
+                skip(model, config.skipped, forward=index)
                 reduces, _ = communicates(config, index)
                 marks.reduces = reduces
                 marks.releases = reduces or not gradients_stay(config, traits)

@@ -34,7 +34,7 @@ def first_wrong_dtype(cell: Cell, record: Record, ranks: Ranks) -> Location | No
     if cell.config.model.arithmetic != "float" or cell.config.compile == "inductor":
         return None
     wrong: dict[str, list[int]] = {}
-    expected = expected_dtypes(cell.config)
+    expected = expected_dtypes(cell.config, steps=record.steps)
     for facts in record.ranks:
         own = held_by(facts.mesh_coordinate.get("pp", 0), expected, cell.config)
         for thing, dtypes in facts.dtypes.items():

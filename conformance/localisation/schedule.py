@@ -16,7 +16,15 @@ from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
 from conformance.localisation.walk import container
 from conformance.oracles import pipeline
-from conformance.oracles.schedule import Event, fsdp_groups, group_of, kept_after_forward, reduced_numels, shard_numels
+from conformance.oracles.frozen import at_step
+from conformance.oracles.schedule import (
+    Event,
+    fsdp_groups,
+    group_of,
+    reduced_numels,
+    shard_numels,
+    unsharded_after_forward,
+)
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import step_events
 from conformance.plan.cells import Cell
@@ -109,7 +117,7 @@ class _Schedules:
 
     def _misfits(self, facts: RankFacts, step: int) -> Iterator[Misfit]:
         """Yield the first misfit of each stream of a rank, in the order of execution."""
-        expected, issued = self._expected(facts), self._issued(facts, step)
+        expected, issued = self._expected(facts, step), self._issued(facts, step)
         first = [
             first_misfit(facts.rank, step, stream, issued[stream], expected[stream], ordered=self._is_ordered(stream))
             for stream in expected
@@ -119,8 +127,8 @@ class _Schedules:
     def _is_ordered(self, stream: Stream) -> bool:
         return stream != "tensor parallelism" or self._config.mesh.pp == 1
 
-    def _expected(self, facts: RankFacts) -> dict[Stream, list[Key]]:
-        config, at = self._config, facts.mesh_coordinate
+    def _expected(self, facts: RankFacts, step: int) -> dict[Stream, list[Key]]:
+        config, at = at_step(self._config, step), facts.mesh_coordinate
         tp_rank, pp_rank = at.get("tp", 0), at.get("pp", 0)
         streams: dict[Stream, list[Event]] = {"FSDP": [], "tensor parallelism": [], "clipping": [], "trainer": []}
         for event in step_events(config, self._dims, tp_rank=tp_rank, pp_rank=pp_rank):
@@ -201,7 +209,7 @@ class _Schedules:
             found = facts.unsharded.get(f"{step}/{point}", [])
             for name in facts.parameters:
                 group = group_of(name, self._config)
-                is_kept = point == "after_forward" and kept_after_forward(group, self._config)
+                is_kept = point == "after_forward" and unsharded_after_forward(group, at_step(self._config, step))
                 if (name in found) != is_kept:
                     wrong.setdefault(facts.rank, (group, name in found))
         if not wrong:

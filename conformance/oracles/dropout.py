@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -81,4 +82,5 @@ def replay(model: Transformer, masks: Sequence[Tensor], *, rounding: Rounding = 
         return
     call_masks = iter(masks)
     for block in model.blocks.values():
-        block.dropout = _Replayed(model.config.dropout, call_masks, rounding)  # type: ignore[assignment]
+        own = iter([*islice(call_masks, CALLS_PER_BLOCK)])  # of a block that is left out nothing is replayed
+        block.dropout = _Replayed(model.config.dropout, own, rounding)  # type: ignore[assignment]

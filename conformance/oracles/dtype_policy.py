@@ -9,7 +9,7 @@ Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients a
 unsharded parameters, activations and buffers are not.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
+from conformance.oracles.skipped import is_used
 from conformance.torch_release import release
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.model import Attention, Block, Transformer
@@ -75,8 +76,10 @@ def optimizer_state(config: OptimizerConfig) -> tuple[str, ...]:
     return ("momentum_buffer",) if config.momentum else ()
 
 
-def expected_dtypes(config: TrainerConfig) -> Dtypes:
+def expected_dtypes(config: TrainerConfig, *, steps: Sequence[int] | None = None) -> Dtypes:
     """Return the dtypes of all things that `instruments.dtypes` looks at; the same on every rank of every mesh.
+
+    `steps` are those of a run that has resumed; None: all.
 
     Raises ValueError for a precision without policy, and for a model without attention and log-softmax.
     """
@@ -84,9 +87,10 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
         raise ValueError(f"no dtype policy for model.arithmetic {config.model.arithmetic}: use a cell of a float model")
     policy = dtype_policy(config.precision)
     model = outline(config.model)
+    steps = range(config.steps) if steps is None else steps
     dtype_of = {
-        **dict(_module_dtypes(model, config, policy)),
-        **dict(_state_dtypes(model, config, policy)),
+        **dict(_module_dtypes(model, config, policy, steps)),
+        **dict(_state_dtypes(model, config, policy, steps)),
         "logits": policy.compute,
         "loss": FP32,
         **{f"{kind}/{phase}": policy.compute for kind in ("matmul", "attention") for phase in ("forward", "backward")},
@@ -97,10 +101,14 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
     return expected
 
 
-def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
+def _module_dtypes(
+    model: Transformer, config: TrainerConfig, policy: DtypePolicy, steps: Sequence[int]
+) -> Iterator[tuple[str, str]]:
     """Return the dtypes of computation. Modules inside of compiled blocks are traced, not called: no hook sees them."""
     phases = ("forward",) if config.activation_checkpointing == "none" else ("forward", "backward")
     for name, module in model.named_modules():
+        if config.evaluation == "none" and not any(is_used(name, config, step=step) for step in steps):
+            continue
         if isinstance(module, Block):
             yield from ((f"{kind}/{name}", policy.compute) for kind in ("block_input", "block_output"))
         elif config.compile != "none" and name.startswith("layers."):
@@ -114,15 +122,18 @@ def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolic
             yield from ((f"unsharded_parameter/{name}.{own_name}", policy.compute) for own_name in own_names)
 
 
-def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
+def _state_dtypes(
+    model: Transformer, config: TrainerConfig, policy: DtypePolicy, steps: Sequence[int]
+) -> Iterator[tuple[str, str]]:
     """Return the dtypes of gradients and of the state that is kept between steps."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
-    state = (f"optimizer_state/{key}" for key in optimizer_state(config.optimizer))
-    kinds = ("initial_parameter", "final_parameter", "gradient", *state)
+    state = [f"optimizer_state/{key}" for key in optimizer_state(config.optimizer)]
     for name, _ in model.named_parameters():
         dtype = policy.sharded_norms if name.startswith(norms) else policy.sharded
-        own = kinds if is_trained(name, config, step=config.steps - 1) else kinds[:2]
-        yield from ((f"{kind}/{name}", dtype) for kind in own)
+        kinds = ["initial_parameter", "final_parameter"]
+        kinds += ["gradient"] if any(is_trained(name, config, step=step) for step in steps) else []
+        kinds += state if any(is_trained(name, config, step=step) for step in range(config.steps)) else []
+        yield from ((f"{kind}/{name}", dtype) for kind in kinds)
     for name, buffer in model.named_buffers():
         dtype = str(buffer.dtype).removeprefix("torch.")
         yield from ((f"{kind}/{name}", dtype) for kind in ("initial_buffer", "final_buffer"))

@@ -26,16 +26,16 @@ from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.expert_routing import share_load
-from conformance.oracles.frozen import is_trained
+from conformance.oracles.frozen import at_step, is_trained
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import (
     backward_count,
     gradient_sync,
     group_of,
-    leaves_in_backward,
     reduces_earlier,
 )
+from conformance.oracles.skipped import is_computed, leave_out
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import is_norm, sharded_dim
 from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
@@ -116,7 +116,7 @@ def _emulated(
     device: str,
     observe: Observe,
 ) -> Emulation:
-    kernels = kernel_device(device)
+    kernels, config = kernel_device(device), at_step(config, step)
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     batch = (inputs.to(kernels), labels.to(kernels))
     masters = {name: master.to(kernels) for name, master in masters.items()}
@@ -130,14 +130,13 @@ def _emulated(
     loss_of = _loss_function(config, forward or model, ring)
     if config.model.n_experts:
         loss_of = _with_balance(loss_of, model)
-    copied = [name for name in (forward.copied if forward else ()) if is_trained(name, config, step=step)]
+    copied = [name for name in (forward.copied if forward else ()) if is_trained(name, config)]
     leaves = {
-        name: leaf
-        for name, leaf in _leaves(model, forward).items()
-        if is_trained(name.partition("@")[0], config, step=step)
+        name: leaf for name, leaf in _leaves(model, forward).items() if is_trained(name.partition("@")[0], config)
     }
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
+    leave = partial(leave_out, model, config)
     observed = partial(observe, model)
     if config.mesh.ep > 1:
         loss, gradients = _expert_parallel_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
@@ -145,7 +144,7 @@ def _emulated(
         if config.model.n_experts:
             _share_load(config, model, batch, masks, drop)
         loss, gradients = _local_gradients(
-            config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale
+            config, leaves, loss_of, batch, masks, drop, leave, observed, scale=scale * loss_scale
         )
     rounds = _reduce_scatter_inputs(config, gradients, copied=copied, ring=ring)
     sums = _reductions(config, rounds)
@@ -173,27 +172,31 @@ def _local_gradients(
     batch: Batch,
     masks: Sequence[Tensor],
     drop: Callable[[Sequence[Tensor]], None],
+    leave: Callable[[int], None],
     observed: Callable[[int, int, int], AbstractContextManager[object]],
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by backward and data-parallel rank.
 
-    Backwards come in the order in which their gradients are added up. `drop` sets the masks of the next forward.
+    Backwards come in the order in which their gradients are added up. `drop` sets the masks of the next forward,
+    `leave` the blocks that it leaves out.
     """
     loss, gradients, order = 0.0, [], backward_order(config)
     for place in range(backward_count(config)):
-        _set_grad_dtypes(config, parameters, place)
         together = order[place * config.passes : (place + 1) * config.passes]
+        used = {name: leaf for name, leaf in parameters.items() if is_computed(name, config, together)}
+        _set_grad_dtypes(config, used, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
             with observed(rank, together[0] // config.passes, place):
                 losses = []
                 for index in together:
+                    leave(index)
                     drop(_micro_batch(config, masks, rank, index))
                     inputs, labels = _micro_batch(config, batch, rank, index)
                     losses.append(loss_of((inputs, labels)))
-                ranks.append(_gradients_of(config, parameters, [loss_sum * scale for loss_sum in losses]))
+                ranks.append(_gradients_of(config, used, [loss_sum * scale for loss_sum in losses]))
             loss += sum(float(loss_sum.detach()) for loss_sum in losses)
         gradients.append(ranks)
     return loss, gradients
@@ -235,9 +238,12 @@ def _gradients_of(config: TrainerConfig, parameters: Tensors, losses: Sequence[T
     joint = torch.autograd.grad(losses, list(parameters.values()), retain_graph=bool(apart))
     gradients = dict(zip(parameters, joint, strict=True))
     if apart:
-        by_loss = [torch.autograd.grad(loss, list(apart.values()), retain_graph=True) for loss in losses]
+        by_loss = [
+            torch.autograd.grad(loss, list(apart.values()), retain_graph=True, allow_unused=True) for loss in losses
+        ]
         for name, *rounded in zip(apart, *by_loss, strict=True):
-            gradients[name] = torch.stack(rounded).to(_reduce_dtype(config)).sum(0)
+            computed = torch.stack([grad for grad in rounded if grad is not None])
+            gradients[name] = computed.to(_reduce_dtype(config)).sum(0)
     return gradients
 
 
@@ -259,7 +265,7 @@ def _set_grad_dtypes(config: TrainerConfig, parameters: Tensors, place: int) -> 
         for name, leaf in parameters.items():
             if not _is_compiled(name, config):
                 is_wide = _is_replicated_over_tp(name.partition("@")[0], config)
-                leaf.grad_dtype = _reduce_dtype(config) if is_wide else _grad_dtype(config, place)
+                leaf.grad_dtype = _reduce_dtype(config) if is_wide else _grad_dtype(name, config, place)
 
 
 def _is_replicated_over_tp(parameter: str, config: TrainerConfig) -> bool:
@@ -284,13 +290,15 @@ def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
     return config.compile != "none" and parameter.startswith("layers.")
 
 
-def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
+def _grad_dtype(name: str, config: TrainerConfig, place: int) -> torch.dtype | None:
     """Dtype to which autograd casts the gradients of a micro-batch, one by one, before it adds those of a tied weight.
 
     None leaves gradients as they are computed, so that a norm's stay in fp32; but FSDPParamGroup lets autograd cast the
     first of several gradients that are added up (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
-    is_only_kept = gradient_sync(config) == "last" and place == 0 and backward_count(config) > 1
+    order = backward_order(config)
+    is_first = not is_computed(name, config, order[: place * config.passes])
+    is_only_kept = gradient_sync(config) == "last" and is_first and place < backward_count(config) - 1
     return _reduce_dtype(config) if is_only_kept else None
 
 
@@ -392,14 +400,14 @@ def _reduce_scatter_inputs(
 
 def _rounds(config: TrainerConfig, gradients: Sequence[Tensors]) -> list[Sequence[Tensors]]:
     """Gradients, or sums, by backward that are reduced together, by round; see `schedule.reduces_earlier`."""
-    if not reduces_earlier(config):
-        return [gradients]
-    names = {name: group_of(name.partition("@")[0], config) for name in gradients[0]}
+    names = {name: group_of(name.partition("@")[0], config) for each in gradients for name in each}
     groups = set(names.values())
-    earlier = {name for name, group in names.items() if leaves_in_backward(group, config, groups)}
+    earlier = {name for name, group in names.items() if reduces_earlier(group, config, groups)}
+    if not earlier:
+        return [gradients]
     last = [{name: grad for name, grad in each.items() if name not in earlier} for each in gradients[:-1]]
     return [
-        [{name: each[name] for name in names if name in earlier} for each in gradients[:-1]],
+        [{name: grad for name, grad in each.items() if name in earlier} for each in gradients[:-1]],
         [*last, gradients[-1]],
     ]
 
@@ -410,9 +418,9 @@ def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.
     Gradients that have not waited, those of the last backward alone, are not cast.
     """
     total: Tensors = {}
-    for name in gradients[-1]:
+    for name in dict.fromkeys(name for grads in gradients for name in grads):
         terms = [grads[name] for grads in gradients if name in grads]
-        has_waited = len(terms) > 1 or len(gradients) == 1
+        has_waited = len(gradients) == 1 or any(name in grads for grads in gradients[:-1])
         if terms[0].dtype != dtype and has_waited:
             remaining = iter(terms)
             terms = [reduce(add, islice(remaining, n)).to(dtype) for n in added_up_at_once(name, config)[: len(terms)]]

@@ -1,4 +1,7 @@
-"""Parameters that train in a step, from the configuration: the others have no gradient, and no optimizer state."""
+"""Parameters that train in a step, from the configuration: the others have no gradient, and are left alone.
+
+They are frozen, or belong to blocks that no forward pass of the step computes.
+"""
 
 import math
 import re
@@ -7,6 +10,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from conformance.oracles import skipped
 from reference_trainer.config import TrainerConfig
 
 T = TypeVar("T")
@@ -17,10 +21,8 @@ def is_trained(parameter: str, config: TrainerConfig, *, step: float = math.inf)
 
     The first entry of the table whose expression matches the full name decides.
     """
-    for entry in config.frozen:
-        if re.fullmatch(entry.names, parameter):
-            return entry.until is not None and step >= entry.until
-    return True
+    until = next((entry.until for entry in config.frozen if re.fullmatch(entry.names, parameter)), 0)
+    return until is not None and step >= until and skipped.is_used(parameter, config, step=step)
 
 
 def trained(by_parameter: Mapping[str, T], config: TrainerConfig, *, step: float = math.inf) -> dict[str, T]:
@@ -29,11 +31,14 @@ def trained(by_parameter: Mapping[str, T], config: TrainerConfig, *, step: float
 
 
 def at_step(config: TrainerConfig, step: int) -> TrainerConfig:
-    """Return the configuration of one step, in which parameters that are frozen at that time are frozen for ever."""
+    """Return the configuration of a run whose steps are all like this one.
+
+    Parameters that are frozen at that time are frozen for ever, and each step leaves out the same blocks.
+    """
     entries = [
         replace(entry, until=None if entry.until is None or step < entry.until else 0) for entry in config.frozen
     ]
-    return replace(config, frozen=tuple(entries))
+    return replace(config, frozen=tuple(entries), skipped=skipped.of_step(config, step))
 
 
 def first_of_each(by_step: Iterable[Mapping[str, T]]) -> dict[str, T]:

@@ -9,12 +9,15 @@ import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
-from conformance.oracles.frozen import trained
+from conformance.oracles.frozen import at_step, trained
 from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import Shapes, shardings
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
+
+MEASURED_STEP = 1
+"""Step whose memory experiments measure and the model predicts: the first leaves optimizer state and streams."""
 
 
 def usage_by_phase(segments: Iterable[MemorySegment]) -> dict[str, Usage]:
@@ -47,6 +50,7 @@ def predict(
     `kernels` includes temporaries of the CPU's operators, which tensors without memory do not show; `device_only`
     leaves out offloaded gradients and the optimizer's memory, which are not on the device.
     """
+    config = at_step(config, MEASURED_STEP)
     walk = Walk(config, dims, shapes, traits, shard_rank=shard_rank, kernels=kernels, device_only=device_only)
     walk.micro_batches(profile)
     walk.after_backward()

@@ -32,7 +32,6 @@ the last ranks (`_init_sharded_param` of torch/distributed/fsdp/_fully_shard/_fs
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -49,7 +48,6 @@ from conformance.oracles.schedule import (
     Sharding,
     communicates,
     groups,
-    leaves_in_backward,
     left,
     prefetched_in_backward,
     prefetched_in_forward,
@@ -201,8 +199,6 @@ class Walk:
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
         self._reduces = self._all_reduces = True
-        self._passed = Counter[str]()
-        """Number of forward passes of a backward that it has walked back through, by group."""
 
     # Accounts
 
@@ -380,7 +376,6 @@ class Walk:
 
     def _after_backward(self, group: str) -> None:
         self._root_of(group).in_backward.discard(group)
-        is_complete = self._is_complete(group)
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
         if f"L {group}" in self._held:
             self._add_up(group)
@@ -393,8 +388,9 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
-        waits = not is_complete and not self._held["B"] and f"L {group}" not in self._held
-        if waits or not self._trained[group]:
+        # There are none in the midst of several passes, nor of a block that no pass computes.
+        has_gradients = self._held["B"] or f"L {group}" in self._held
+        if not has_gradients or not self._trained[group]:
             self._free("B")
             return
         self._put_columns_together(group)
@@ -407,15 +403,6 @@ class Walk:
         self._reduce_gradients(group)
         self._free("last gradient")
         self._free("cut")
-
-    def _is_complete(self, group: str) -> bool:
-        """Return whether backward, which leaves a group, has walked back through all passes of it."""
-        self._passed[group] += 1
-        trained = [name for name, parameters in self._trained.items() if parameters]
-        is_complete = self._passed[group] == self._config.passes or not leaves_in_backward(group, self._config, trained)
-        if is_complete:
-            self._passed[group] = 0
-        return is_complete
 
     def _put_columns_together(self, group: str) -> None:
         """Copy the gradient of each parameter that is sharded by columns, so that each rank's part is contiguous.

@@ -9,7 +9,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.expert_routing import replay_choices
 from conformance.oracles.frozen import trained
+from conformance.oracles.skipped import is_computed, leave_out
 from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
@@ -66,14 +67,13 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Dropout replays `masks`, and routers the choices with them; raises ValueError if masks are missing.
+    If forward passes leave out blocks, each micro-batch of all ranks is one pass. Dropout replays `masks`, and routers
+    the choices with them; raises ValueError if masks are missing.
     """
 
-    def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
-        loss_sum = summed_loss(model, batch)
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        grads = torch.autograd.grad(loss_sum / valid_tokens, parameters)
-        return float(loss_sum.detach()) / valid_tokens, dict(zip(names, grads, strict=True))
+    def gradients(parameters: Tensors, loss_sum: Tensor, valid_tokens: int) -> tuple[float, Tensors]:
+        grads = torch.autograd.grad(loss_sum / valid_tokens, list(parameters.values()))
+        return float(loss_sum.detach()) / valid_tokens, dict(zip(parameters, grads, strict=True))
 
     return _train(initial_model(config).to(dtype), config, gradients, masks)
 
@@ -97,10 +97,10 @@ def summed_loss(model: Transformer, batch: Batch) -> Tensor:
 def _train(
     model: Transformer,
     config: TrainerConfig,
-    gradients: Callable[[Transformer, Batch, int], tuple[float, Tensors]],
+    gradients: Callable[[Tensors, Tensor, int], tuple[float, Tensors]],
     masks: Masks | None,
 ) -> ReferenceRun:
-    """Training loop around a function that computes the gradients of one step."""
+    """Training loop around a function that computes the gradients of one forward pass."""
     if config.model.dropout and masks is None:
         raise ValueError("the reference draws no masks of dropout: give those of a run")
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
@@ -109,9 +109,17 @@ def _train(
     update = _update(config.optimizer)
     for step in range(config.steps):
         batch = batches.global_batch(step)
-        replay(model, masks.of(step) if masks else ())
         replay_choices(model, masks.choices.get(step, ()) if masks else ())
-        loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
+        valid_tokens = int((batch[1] != IGNORED_LABEL).sum())
+        loss, grads = 0.0, Tensors()
+        passes = _passes(config, [*batch, *(masks.of(step) if masks else ())])
+        for index, (inputs, labels, *own_masks) in enumerate(passes):
+            leave_out(model, config, index, step=step)
+            replay(model, own_masks)
+            used: Tensors = {n: p for n, p in model.named_parameters() if is_computed(n, config, [index], step=step)}
+            mean, own = gradients(used, summed_loss(model, (inputs, labels)), valid_tokens)
+            loss += mean
+            grads |= {name: grads[name] + grad if name in grads else grad for name, grad in own.items()}
         grads = trained(grads, config, step=step)
         run.losses.append(loss)
         run.gradients.append(grads)
@@ -119,6 +127,17 @@ def _train(
         run.grad_norms.append(update.clip_and_step(parameters, grads, lr=run.rates[-1]))
     run.parameters, run.optimizer_state = parameters, update.state
     return run
+
+
+def _passes(config: TrainerConfig, of_batch: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the samples of each forward pass, from tensors of a global batch: one, if no pass leaves out a block."""
+    if not config.skipped:
+        return [of_batch]
+    if config.mesh.dp_shard == "auto":
+        raise ValueError("mesh.dp_shard is auto: the samples of a micro-batch follow from the number of ranks")
+    ranks = [t.chunk(config.mesh.dp_replicate * config.mesh.dp_shard) for t in of_batch]
+    indices = range(config.accumulation)
+    return [[torch.cat([own.chunk(len(indices))[index] for own in each]) for each in ranks] for index in indices]
 
 
 def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[int, Tensors]) -> ReferenceRun:
@@ -244,7 +263,7 @@ def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | N
     """Return the training run of one process in `dtype`, for weights as for computation.
 
     The run does not depend on mesh, precision, accumulation and other options that only move data, except through the
-    masks of dropout.
+    masks of dropout; if forward passes leave out blocks, mesh and accumulation say which samples are in a pass.
     """
     return _reference(_workload(config), dtype, masks)
 
@@ -258,7 +277,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration without the options that must not change the result."""
     return msgspec.structs.replace(
         config,
-        mesh=MeshConfig(),
+        mesh=config.mesh if config.skipped else MeshConfig(),
         precision="fp32",
         loss_scale=LossScaleConfig(),
         tf32=False,
@@ -271,7 +290,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         loss_parallel=False,
         activation_checkpointing="none",
         compile="none",
-        accumulation=1,
+        accumulation=config.accumulation if config.skipped else 1,
         passes=1,
         gradient_sync="each",
         evaluation="none",

@@ -18,6 +18,7 @@ import torch
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.frozen import trained
 from conformance.oracles.outline import outline
+from conformance.oracles.skipped import is_computed
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -305,25 +306,46 @@ def backward_count(config: TrainerConfig) -> int:
     return config.accumulation // config.passes
 
 
-def leaves_in_backward(group: str, config: TrainerConfig, trained_groups: Collection[str]) -> bool:
+def passes_of(group: str, config: TrainerConfig, last: int) -> list[int]:
+    """Return the micro-batches, in their order, of which the backward that ends with the `last` computes a group."""
+    together = range(last + 1 - config.passes, last + 1)
+    return [micro_batch for micro_batch in together if is_computed(group, config, [micro_batch])]
+
+
+def unsharded_after_forward(group: str, config: TrainerConfig) -> bool:
+    """Return whether a group is unsharded before the last backward of a step: it is kept, and has been computed."""
+    computed = config.evaluation != "none" or passes_of(group, config, config.accumulation - 1)
+    return kept_after_forward(group, config) and bool(computed)
+
+
+def leaves_in_backward(group: str, config: TrainerConfig, trained_groups: Collection[str], micro_batch: int) -> bool:
     """Return whether FSDP leaves a group in the midst of a backward, when the gradient of the group's input is there.
 
-    Without parameters that train before the group its input has none, and only the end of the backward leaves it.
+    Without parameters that train before the group in the forward pass of the micro-batch its input has none, and only
+    the end of the backward leaves it, as it leaves a group that the pass does not compute.
     """
-    order = entered(groups(config))
-    return any(before in trained_groups for before in order[: order.index(group)])
+    order = [name for name in entered(groups(config)) if is_computed(name, config, [micro_batch])]
+    return group in order and any(before in trained_groups for before in order[: order.index(group)])
 
 
-def reduces_earlier(config: TrainerConfig) -> bool:
-    """Return whether the last backward of a step reduces the gradients that wait before its own are complete.
+def reduces_earlier(group: str, config: TrainerConfig, trained_groups: Collection[str]) -> bool:
+    """Return whether the last backward of a step reduces gradients of a group that wait before its own are complete.
 
-    FSDP leaves a group once for each forward pass. The first time it finds the gradients of earlier backwards, which
-    wait for a reduction, and reduces them, although those of this backward come when all passes are through
-    (findings/passes_reduce_twice.py). From 2.15 on it then reduces also what waits for the all-reduce alone.
+    FSDP leaves a group once for each forward pass that computes it. The first time it finds the gradients of earlier
+    backwards, which wait for a reduction, and reduces them, although those of this backward come when all passes are
+    through (findings/passes_reduce_twice.py). From 2.15 on it then reduces also what waits for the all-reduce alone.
     """
     partial = traits_of(str(torch.__version__)).reduces_partial_sums_alone
     waits = gradient_sync(config) in (("last", "all-reduce-last") if partial else ("last",))
-    return waits and config.passes > 1 and backward_count(config) > 1
+    together = passes_of(group, config, config.accumulation - 1)
+    waits = waits and backward_count(config) > 1 and len(together) > 1
+    return waits and leaves_in_backward(group, config, trained_groups, together[-1])
+
+
+def reduces_twice(config: TrainerConfig) -> bool:
+    """Return whether the last backward of a step reduces any group twice, see `reduces_earlier`."""
+    names = entered(groups(config))
+    return any(reduces_earlier(name, config, names) for name in names)
 
 
 def reduced_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
@@ -390,16 +412,24 @@ class _Schedule:
         for micro_batch in range(self._config.accumulation):
             if micro_batch and self._config.evaluation != "none":
                 self._forward(self._groups, "evaluate")
-            self._forward(self._groups, "forward")
+            self._forward(self._computed(micro_batch), "forward")
             self._during = ""
             if (micro_batch + 1) % self._config.passes == 0:
-                self._backward_of_passes(*communicates(self._config, micro_batch))
+                self._backward_of_passes(micro_batch)
 
-    def _backward_of_passes(self, reduce_scatter: bool, all_reduce: bool) -> None:
+    def _computed(self, micro_batch: int) -> tuple[Group, ...]:
+        names = entered(self._groups)
+        return present(self._groups, [name for name in names if is_computed(name, self._config, [micro_batch])])
+
+    def _backward_of_passes(self, last: int) -> None:
         """Walk back through all forward passes, the last one first; gradients are complete in that of the first."""
-        for number in reversed(range(self._config.passes)):
-            self._backward(self._groups, reduce_scatter, all_reduce, is_complete=number == 0)
+        for micro_batch in reversed(range(last + 1 - self._config.passes, last + 1)):
+            self._backward(self._computed(micro_batch), micro_batch, last)
+        for group in entered(self._groups):
+            if group in self._in_backward or not passes_of(group, self._config, last):
+                self._leave_backward(group, last, is_complete=True)
         self._unsharded.clear()  # groups prefetched after their backward are freed
+        self._smaller.clear()
         self._left.clear()
 
     def _forward(self, among: Sequence[Group], phase: str) -> None:
@@ -420,19 +450,23 @@ class _Schedule:
         if ranks > 1:
             self._smaller[group] = ranks
 
-    def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool, *, is_complete: bool) -> None:
+    def _backward(self, among: Sequence[Group], micro_batch: int, last: int) -> None:
         for group in reversed(among):
             self._enter_backward(group.name)
             if _is_recomputed(group.name, self._config) and self._traits.recomputation_reshards:
                 self._recompute(group.inner)
-            self._backward(group.inner, reduce_scatter, all_reduce, is_complete=is_complete)
-            if not is_complete and not leaves_in_backward(group.name, self._config, self._reduced):
-                continue
-            # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
-            self._unsharded.discard(group.name)
-            self._in_backward.discard(group.name)
-            if is_complete or group.name in self._waiting:
-                self._reduce(group.name, reduce_scatter, all_reduce)
+            self._backward(group.inner, micro_batch, last)
+            if leaves_in_backward(group.name, self._config, self._reduced, micro_batch):
+                is_complete = micro_batch == passes_of(group.name, self._config, last)[0]
+                self._leave_backward(group.name, last, is_complete=is_complete)
+
+    def _leave_backward(self, group: str, last: int, *, is_complete: bool) -> None:
+        """Free a group, even where its gradients stay: the next micro-batch gathers it again."""
+        self._unsharded.discard(group)
+        self._in_backward.discard(group)
+        has_gradients = is_complete and passes_of(group, self._config, last)
+        if has_gradients or group in self._waiting:
+            self._reduce(group, *communicates(self._config, last))
 
     def _enter_backward(self, group: str) -> None:
         """Gather a group and prefetch others; those of the recorded order once, until backward leaves the group."""

@@ -23,7 +23,7 @@ from conformance.bound import EXACT, Bound, bound
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import total_norm
-from conformance.oracles.schedule import backward_count, gradient_sync, reduces_earlier
+from conformance.oracles.schedule import backward_count, gradient_sync, reduces_twice
 from reference_trainer.config import ModelConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
@@ -255,7 +255,7 @@ def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
     shards, replicas = _shards(config), config.mesh.dp_replicate
     if max(shards, replicas) <= 2:
         return 0, 0
-    later = backward_count(config) - 1 if gradient_sync(config) != "last" else int(reduces_earlier(config))
+    later = backward_count(config) - 1 if gradient_sync(config) != "last" else int(reduces_twice(config))
     postponed = gradient_sync(config) == "all-reduce-last"
     shard_sums = shards - 1 + later * postponed if shards > 2 else 0
     quotients = sum(not log2(ranks).is_integer() for ranks in (shards, replicas))

@@ -22,7 +22,7 @@ import torch
 
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.frozen import is_trained
+from conformance.oracles.frozen import is_trained, trained
 from conformance.oracles.outline import outline
 from conformance.oracles.schedule import (
     Event,
@@ -31,9 +31,11 @@ from conformance.oracles.schedule import (
     chunk_size,
     communicates,
     gradient_sync,
+    group_of,
+    passes_of,
     reduces_earlier,
-    spans_model,
 )
+from conformance.oracles.skipped import computed_blocks, is_computed
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -109,6 +111,8 @@ class _Traffic:
         self._config, self._tp = config, dims.tp
         self._norms = {name: prod(shape) for name, shape in shapes.items() if is_norm(name)}
         """Elements of norms; those of the first block stand for all blocks."""
+        self._trained = {group_of(name, config) for name in trained(shapes, config)}
+        """Groups of FSDP with parameters that train."""
         self._policy = dtype_policy(config.precision)
         batch = config.data.global_batch_size // (dims.dp * config.accumulation)
         self._tokens = batch * config.data.seq_len
@@ -118,29 +122,29 @@ class _Traffic:
         """Walk through the layers of a model or stage; `first` has the embedding, `last` norm, output and loss."""
         if micro_batch and self._config.evaluation != "none":
             self._forward("evaluate", layers=len(layers), first=first, last=last)
-        self._forward("forward", layers=len(layers), first=first, last=last)
+        self._forward("forward", layers=len(self._computed(layers, micro_batch)), first=first, last=last)
         if (micro_batch + 1) % self._config.passes:
             return
-        for number in reversed(range(self._config.passes)):
-            self._backward(micro_batch, layers, first=first, last=last, is_complete=number == 0)
+        for each in reversed(range(micro_batch + 1 - self._config.passes, micro_batch + 1)):
+            self._backward(each, micro_batch, self._computed(layers, each), first=first, last=last)
+        for layer in layers:
+            if not passes_of(f"layers.{layer}", self._config, micro_batch):
+                self._replicated_gradients("layers.0.", f"layers.{layer}.", micro_batch, micro_batch)
 
-    def _backward(self, micro_batch: int, layers: Sequence[int], *, first: bool, last: bool, is_complete: bool) -> None:
-        """Walk back through one forward pass; gradients are complete in that of the first of several passes."""
+    def _computed(self, layers: Sequence[int], micro_batch: int) -> list[int]:
+        computed = computed_blocks(self._config, micro_batch)
+        return [layer for layer in layers if layer in computed]
+
+    def _backward(self, micro_batch: int, ends: int, layers: Sequence[int], *, first: bool, last: bool) -> None:
+        """Walk back through the forward pass of one of the micro-batches of the backward that `ends` with another."""
         if last:
             self._enter_backward()
-            spans = spans_model(self._config)
-            self._replicated_gradients(self._trained_norms("norm."), micro_batch, is_complete, left_once=spans)
+            self._replicated_gradients("norm.", "norm.", micro_batch, ends)
         for layer in reversed(layers):
             self._block_backward()
-            norms = self._trained_norms("layers.0.", f"layers.{layer}.")
-            self._replicated_gradients(norms, micro_batch, is_complete)
+            self._replicated_gradients("layers.0.", f"layers.{layer}.", micro_batch, ends)
         if first and is_trained("tok_embeddings.weight", self._config):
             self._leave_backward()
-
-    def _trained_norms(self, prefix: str, own_prefix: str | None = None) -> list[int]:
-        """Return the elements of the norms whose names begin with `prefix`, and that train under their own names."""
-        own = {name: name.replace(prefix, own_prefix or prefix, 1) for name in self._norms if name.startswith(prefix)}
-        return [self._norms[name] for name, own_name in own.items() if is_trained(own_name, self._config)]
 
     def _forward(self, phase: str, *, layers: int, first: bool, last: bool) -> None:
         if first:
@@ -202,10 +206,11 @@ class _Traffic:
         else:
             self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
-    def _replicated_gradients(
-        self, norms: Sequence[int], micro_batch: int, is_complete: bool, *, left_once: bool = False
-    ) -> None:
+    def _replicated_gradients(self, prefix: str, own_prefix: str, micro_batch: int, ends: int) -> None:
         """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
+
+        Norms are those whose names begin with `prefix`, under names of their own; gradients those of the backward that
+        `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
 
         Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
         (FSDPParam._get_grad_inner_tensor), in the gradient's dtype: that of computation, or the dtype in which
@@ -214,16 +219,22 @@ class _Traffic:
         a share of them on each rank before the reduction, so that their gradient comes from what backward has gathered
         and is complete on every rank.
         """
-        reduces, _ = communicates(self._config, micro_batch)
-        earlier = reduces_earlier(self._config) and gradient_sync(self._config) == "last" and not left_once
-        if not self._config.sequence_parallel or not reduces or not (is_complete or earlier):
+        reduces, _ = communicates(self._config, ends)
+        names = {name: name.replace(prefix, own_prefix, 1) for name in self._norms if name.startswith(prefix)}
+        for name, own_name in names.items():
+            if self._config.sequence_parallel and reduces and is_trained(own_name, self._config):
+                self._reduce_replicated(self._norms[name], group_of(own_name, self._config), micro_batch, ends)
+
+    def _reduce_replicated(self, numel: int, group: str, micro_batch: int, ends: int) -> None:
+        config, together = self._config, passes_of(group, self._config, ends)
+        waits = gradient_sync(config) == "last" and is_computed(group, config, range(ends + 1 - config.passes))
+        earlier = waits and reduces_earlier(group, config, self._trained)
+        is_complete = micro_batch == together[0] if together else waits
+        if not is_complete and not earlier:
             return
-        waits = gradient_sync(self._config) == "last" and micro_batch >= self._config.passes
         accumulated = waits and not (earlier and is_complete)
         wide = accumulated or traits_of(str(torch.__version__)).gradients_have_own_dtypes
-        dtype = self._policy.reduce if wide else self._policy.compute
-        for numel in norms:
-            self._issue("backward", "all_reduce", numel, dtype)
+        self._issue("backward", "all_reduce", numel, self._policy.reduce if wide else self._policy.compute)
 
     def _issue(self, phase: str, kind: Kind, numel: int, dtype: str | None = None) -> None:
         self.events.append(Event(phase, kind, "tp", numel, dtype or self._policy.compute))

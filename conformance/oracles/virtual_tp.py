@@ -109,6 +109,8 @@ class TensorParallelForward:
         model = self._model
         x: Tensor = model.tok_embeddings(tokens)  # only one rank knows a token, the others add zero
         for name, block in cast("list[tuple[str, Block]]", list(model.layers.named_children())):
+            if block.is_skipped:
+                continue
             normed = self._norm(f"layers.{name}.attention_norm", x)
             x = x + block.dropout(self._region(block.attention, normed, model.rope_table))
             normed = self._norm(f"layers.{name}.ffn_norm", x)

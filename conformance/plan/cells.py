@@ -28,6 +28,7 @@ from conformance.plan.workload import (
     MODELS,
     OPTIMIZERS,
     RESHARD,
+    SKIPPED,
 )
 from reference_trainer.checks import require
 from reference_trainer.config import (
@@ -124,6 +125,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Micro-batches after which gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
     frozen: Literal["none", "embedding", "norms", "block", "thawed"] = "none"
     """Parameters that do not train; `thawed`: those of the first block in the first step alone."""
+    skipped: Literal["none", "block", "blocks"] = "none"
+    """Blocks that some forward passes leave out: the second in two of three, with `blocks` the first in each fourth."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards, where it can be divided evenly."""
     gradient_divisor: Literal["ranks", "half", "twice"] = "ranks"
@@ -263,6 +266,7 @@ _PREFIXES = {
     "forward_prefetch": "fpre",
     "backward_prefetch": "bpre",
     "gradient_sync": "sync",
+    "skipped": "skip",
     "gradient_divisor": "div",
     "offload": "offload",
     "record_streams": "avoidrs",
@@ -388,7 +392,18 @@ def _tags_of_choices(name: str) -> dict[str, AxisValue]:
     return {_tag(name, value): value for value in in_ids}
 
 
-_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile", "gradient_divisor", "frozen"}
+_MAPPED = {
+    "model",
+    "mesh",
+    "pipeline",
+    "optimizer",
+    "loss_scale",
+    "reshard",
+    "compile",
+    "gradient_divisor",
+    "frozen",
+    "skipped",
+}
 _SAME_IN_TRAINER = sorted({*Cell.__struct_fields__} & {*TrainerConfig.__struct_fields__} - _MAPPED)
 """Axes whose values the trainer's configuration has under the same name."""
 _AMPLE_MEMORY_BYTES = 2**40
@@ -428,6 +443,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         reshard=RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
         frozen=FROZEN[cell.frozen],
+        skipped=SKIPPED[cell.skipped],
         gradient_divisor=_gradient_divisor(cell, mesh),
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
@@ -480,6 +496,11 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     yield (
         cell.frozen != "thawed" or (cell.precision == "fp32" and cell.steps > 1 and cell.saved_on == "none"),
         "torch forgets the dtype of reductions of groups that begin frozen, and checkpoints lack their state",
+    )
+    yield cell.skipped == "none" or mesh.pp == 1, f"skipped {cell.skipped} is not for pipelines"
+    yield (
+        cell.skipped == "none" or not MODELS[cell.model].n_experts,
+        f"skipped {cell.skipped}: experts of a block are balanced over all tokens",
     )
     columns = cell.shard_placement == "columns"
     yield mesh.dp_shard > 1 or not columns, "shard_placement columns needs shards"

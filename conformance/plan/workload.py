@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from reference_trainer.config import DataConfig, Frozen, LossScaleConfig, ModelConfig, OptimizerConfig
+from reference_trainer.config import DataConfig, Frozen, LossScaleConfig, ModelConfig, OptimizerConfig, Skipped
 
 # Chosen so that faults show: a vocabulary that no world size divides, non-zero biases, norm weights other than 1,
 # unequal numbers of valid tokens per sample.
@@ -75,6 +75,14 @@ FROZEN = {
     "norms": (Frozen(names=r".*norm\..*"),),
     "block": (Frozen(names=r"layers\.0\..*"),),
     "thawed": (Frozen(names=r"layers\.0\..*", until=1),),
+}
+_RUNS_ALONE = Skipped(block=1, passes=(False, True, True))
+SKIPPED = {
+    "none": (),
+    # With one micro-batch the second of three steps does not compute the block, nor the third; with two micro-batches
+    # the first step computes it in the first alone, the second in the last alone, and the third not at all.
+    "block": (_RUNS_ALONE,),
+    "blocks": (_RUNS_ALONE, Skipped(block=0, passes=(False, False, False, True))),
 }
 DIVISORS = {"half": 0.5, "twice": 2.0}
 """Divisors of gradients as multiples of the number of data-parallel ranks: powers of two, which round nothing."""

@@ -79,7 +79,9 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
             # reshard to. Other values of init have no format of weights, runs that are not resumed have no way of
             # saving, other precisions and short runs have no loss scale that overflows, one micro-batch has none to
             # postpone to. FSDP1 does not run in one process, and has only one value of init.
-            shown = cell.but(**_WITHOUT.get(axis, {}))
+            # Blocks that are left out would change what proofs count.
+            whole: dict[str, AxisValue] = {} if axis == "skipped" else {"skipped": "none"}
+            shown = cell.but(**whole, **_WITHOUT.get(axis, {}))
             keeps = base is _OF_PIPELINES and axis == "reshard" and cell.reshard != "always"
             yield axis, shown, shown.but(**{axis: "always" if keeps else getattr(base, axis)})
 
@@ -324,6 +326,17 @@ def _frozen(record: Record, neighbour: Record) -> None:
     expect(changed == trains, f"frozen parameters change: {sorted(changed)}, not {sorted(trains)}")
 
 
+def _skipped(record: Record, neighbour: Record) -> None:
+    micro_batches = record.cell.accumulation
+    numbers = [step * micro_batches + index for step in record.steps for index in range(micro_batches)]
+    left_out = sum(number % 3 > 0 for number in numbers)
+    left_out += sum(number % 4 == 3 for number in numbers) if record.cell.skipped == "blocks" else 0
+    passes, usual = (sum(f.blocks.compiled + f.blocks.eager for f in run.ranks) for run in (record, neighbour))
+    expect(
+        usual - passes == left_out * len(record.ranks) > 0, f"{passes} forward passes of blocks, {usual} if all compute"
+    )
+
+
 def _shard_placement(record: Record, neighbour: Record) -> None:
     by_columns, usual = (
         {name for name, p in run.ranks[0].parameters.items() if p.shard_dims.get("dp_shard") == 1}
@@ -456,6 +469,7 @@ PROOFS: dict[str, Proof] = {
     "gradient_sync": _gradient_sync,
     "evaluation": _evaluation,
     "frozen": _frozen,
+    "skipped": _skipped,
     "shard_placement": _shard_placement,
     "gradient_divisor": _gradient_divisor,
     "offload": _offload,

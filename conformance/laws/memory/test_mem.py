@@ -156,7 +156,7 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
 
 @law(
     "MEM-4",
-    where="model = deep and mesh = dp4 and reshard != always and implementation = fsdp2",
+    where="model = deep and mesh = dp4 and reshard != always and skipped = none and implementation = fsdp2",
     gaps=["reshard-modes-combined"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
@@ -182,7 +182,7 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
     "MEM-5",
     # Later micro-batches hold gradients as well, which MEM-1 judges.
     where="model = deep and reshard in (always, never, default) and features <= 3 and accumulation = 1 "
-    "and implementation = fsdp2",
+    "and skipped = none and implementation = fsdp2",
     gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,

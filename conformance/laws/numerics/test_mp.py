@@ -51,7 +51,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     """
     config, record = cell.config, run(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    expected = _with_operators_of(attention_of(record), expected_dtypes(config))
+    expected = _with_operators_of(attention_of(record), expected_dtypes(config, steps=record.steps))
     for facts in record.ranks:
         _compare(facts.dtypes, _seen(_held(expected, facts, config), facts, record), name="dtypes", rank=facts.rank)
         at = facts.mesh_coordinate
@@ -117,7 +117,7 @@ def test_rope_tables_and_buffers_keep_every_bit(run: Run, cell: Cell) -> None:
     """
     config, record = cell.config, run(cell)
     buffers = dict(initial_model(config).named_buffers())
-    expected = _only(_BUFFERS, expected_dtypes(config))
+    expected = _only(_BUFFERS, expected_dtypes(config, steps=record.steps))
     table = fingerprint(buffers["rope_table"])
     tables = {thing.removeprefix("rope_table/"): [table] for thing in expected if thing.startswith("rope_table/")}
     for facts, shards in zip(record.ranks, record.shards, strict=True):
@@ -186,7 +186,7 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
     moments are rounded to bf16 in any step, the parameters that come out are further away than fp32 explains.
     """
     config, record = cell.config, run(cell)
-    expected = {thing: [FP32] for thing in _only(_MASTERS, expected_dtypes(config))}
+    expected = {thing: [FP32] for thing in _only(_MASTERS, expected_dtypes(config, steps=record.steps))}
     for facts in record.ranks:
         own = _held(expected, facts, config)
         _compare(_only(_MASTERS, facts.dtypes), own, name="dtypes of masters", rank=facts.rank)

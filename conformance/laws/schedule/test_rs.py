@@ -10,9 +10,9 @@ from conformance.oracles.schedule import (
     Event,
     fsdp_events,
     group_of,
-    kept_after_forward,
     reduced_numels,
     shard_numels,
+    unsharded_after_forward,
 )
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
@@ -33,6 +33,9 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
     """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
     in every step; in forward each MUST be issued when its group is entered, or the group that prefetches it.
 
+    A block that no forward pass computes is gathered only where it is prefetched, and reduced only where gradients of
+    earlier passes wait.
+
     Also after forward only the groups that the mode keeps are unsharded (in a pipeline, where forwards and backwards
     alternate, PP-3 judges what is kept), and none is when the optimizer steps. A rank with several stages of a pipeline
     gathers all of them before its first action, and reduces each after its last backward.
@@ -42,9 +45,10 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
     record = run(cell)
     for facts in record.ranks:
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
-        kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
         for step in record.steps:
-            _check_events(facts, _expected(facts, at_step(config, step), dims), step, config)
+            own = at_step(config, step)
+            _check_events(facts, _expected(facts, own, dims), step, config)
+            kept = [name for name in shapes if unsharded_after_forward(group_of(name, config), own)]
             if dims.pp == 1:
                 _check_after_forward(facts, kept, step)
             _check_sharded(facts, step)
