@@ -1,4 +1,4 @@
-"""Blocks that forward passes leave out: in which they run, what one process computes, and what is gathered."""
+"""Blocks that forward passes leave out, on known cases: passes, gradients of one process, and gathers."""
 
 import pytest
 import torch
