@@ -21,36 +21,23 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
-
-class Layers(nn.Module):
-    """Two layers, of which forward runs the first ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor, *, layers: int) -> torch.Tensor:
-        """Return the activations after some layers."""
-        x = self.first(x)
-        return self.second(x) if layers == 2 else x
-
-
 dist.init_process_group("gloo")
-model = Layers()
+model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-for module in (model.first, model.second, model):
+for module in (*model, model):
     fully_shard(module, mesh=mesh)
-model.first.set_modules_to_forward_prefetch([model.second])
+model[0].set_modules_to_forward_prefetch([model[1]])
 x, got = torch.ones(1, 1), []
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.fill_(1.0)
-    model(x, layers=1)
-    model.second.weight.fill_(2.0)
-    got.append(model(x, layers=2).item())
-    model(x, layers=1)
+    model(x)
+    model[0](x)
+    model[1].weight.fill_(2.0)
+    got.append(model(x).item())
+    model[0](x)
     model.load_state_dict({name: torch.full_like(p, 3.0) for name, p in model.state_dict().items()})
-    got.append(model(x, layers=2).item())
+    got.append(model(x).item())
 expected = [2.0, 9.0]
 if dist.get_rank() == 0:
     print(f"expected outputs after a step, and with loaded weights, of {expected}, got {got}", flush=True)

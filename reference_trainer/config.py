@@ -243,12 +243,12 @@ class Frozen(Config, frozen=True, kw_only=True):
 
 
 class Skipped(Config, frozen=True, kw_only=True):
-    """Block that some forward passes leave out, on all ranks alike."""
+    """Block that some forward passes leave out, the same ones on all ranks."""
 
     block: int
     """Index of the block."""
     passes: tuple[bool, ...]
-    """Whether each forward pass of training leaves it out, from the first of the run on; starts again when it ends."""
+    """True for each forward pass of training that leaves it out, from the first of the run on; repeats when it ends."""
 
     def __post_init__(self) -> None:
         require(bool(self.passes), f"skipped: no passes for block {self.block}: give at least one")

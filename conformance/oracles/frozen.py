@@ -38,7 +38,7 @@ def at_step(config: TrainerConfig, step: int) -> TrainerConfig:
     entries = [
         replace(entry, until=None if entry.until is None or step < entry.until else 0) for entry in config.frozen
     ]
-    return replace(config, frozen=tuple(entries), skipped=skipped.of_step(config, step))
+    return replace(config, frozen=tuple(entries), skipped=skipped.passes_of_step(config, step))
 
 
 def first_of_each(by_step: Iterable[Mapping[str, T]]) -> dict[str, T]:

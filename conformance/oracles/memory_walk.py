@@ -32,6 +32,7 @@ the last ranks (`_init_sharded_param` of torch/distributed/fsdp/_fully_shard/_fs
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -48,7 +49,9 @@ from conformance.oracles.schedule import (
     Sharding,
     communicates,
     groups,
+    leaves_in_backward,
     left,
+    passes_of,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
@@ -199,6 +202,10 @@ class Walk:
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
         self._reduces = self._all_reduces = True
+        self._begun = 0
+        """Number of micro-batches whose forward has begun."""
+        self._passed = Counter[str]()
+        """Number of forward passes of a backward that it has walked back through, by group."""
 
     # Accounts
 
@@ -229,7 +236,6 @@ class Walk:
 
     def micro_batches(self, profile: Sequence[MemorySegment]) -> None:
         """Walk through forward and backward of all micro-batches; `profile` has their segments without FSDP."""
-        begun = 0
         if self._is_stage:
             self._held["tokens"] = self._tokens_bytes()
         if pipeline.gathers_ahead(self._config):
@@ -242,8 +248,8 @@ class Walk:
                 case ["evaluate"]:
                     self._phase = "evaluate"
                 case ["forward"]:
-                    self._begin_micro_batch(begun)
-                    begun += 1
+                    self._begin_micro_batch(self._begun)
+                    self._begun += 1
                 case ["reduce"]:
                     self._reduces = self._all_reduces = True
                 case ["backward"]:
@@ -376,6 +382,7 @@ class Walk:
 
     def _after_backward(self, group: str) -> None:
         self._root_of(group).in_backward.discard(group)
+        is_complete = self._is_complete(group)
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
         if f"L {group}" in self._held:
             self._add_up(group)
@@ -388,9 +395,8 @@ class Walk:
             self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
-        # There are none in the midst of several passes, nor of a block that no pass computes.
-        has_gradients = self._held["B"] or f"L {group}" in self._held
-        if not has_gradients or not self._trained[group]:
+        waits = not is_complete and not self._held["B"] and f"L {group}" not in self._held
+        if waits or not self._trained[group]:
             self._free("B")
             return
         self._put_columns_together(group)
@@ -403,6 +409,22 @@ class Walk:
         self._reduce_gradients(group)
         self._free("last gradient")
         self._free("cut")
+
+    def _is_complete(self, group: str) -> bool:
+        """Return whether backward, which leaves a group, has walked back through all passes that compute the group.
+
+        There are none of a block that all of them leave out.
+        """
+        together = passes_of(group, self._config, self._begun - 1)
+        if self._config.passes == 1 or not together:
+            return bool(together)
+        trained = [name for name, parameters in self._trained.items() if parameters]
+        leaves = [leaves_in_backward(group, self._config, trained, micro_batch) for micro_batch in together]
+        self._passed[group] += 1
+        is_complete = self._passed[group] == sum(leaves) + (not leaves[0])
+        if is_complete:
+            self._passed[group] = 0
+        return is_complete
 
     def _put_columns_together(self, group: str) -> None:
         """Copy the gradient of each parameter that is sharded by columns, so that each rank's part is contiguous.

@@ -129,13 +129,13 @@ def _train(
     return run
 
 
-def _passes(config: TrainerConfig, of_batch: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the samples of each forward pass, from tensors of a global batch: one, if no pass leaves out a block."""
+def _passes(config: TrainerConfig, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the samples of each forward pass, of a global batch: one, if no pass leaves out a block."""
     if not config.skipped:
-        return [of_batch]
+        return [tensors]
     if config.mesh.dp_shard == "auto":
         raise ValueError("mesh.dp_shard is auto: the samples of a micro-batch follow from the number of ranks")
-    ranks = [t.chunk(config.mesh.dp_replicate * config.mesh.dp_shard) for t in of_batch]
+    ranks = [t.chunk(config.mesh.dp_replicate * config.mesh.dp_shard) for t in tensors]
     indices = range(config.accumulation)
     return [[torch.cat([own.chunk(len(indices))[index] for own in each]) for each in ranks] for index in indices]
 

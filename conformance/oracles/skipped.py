@@ -40,7 +40,7 @@ def is_used(name: str, config: TrainerConfig, *, step: float = math.inf) -> bool
     return is_computed(name, config, range(config.accumulation), step=int(step))
 
 
-def of_step(config: TrainerConfig, step: int) -> tuple[Skipped, ...]:
+def passes_of_step(config: TrainerConfig, step: int) -> tuple[Skipped, ...]:
     """Return the blocks that are left out if all steps are like this one."""
     numbers = range(config.accumulation)
     return tuple(

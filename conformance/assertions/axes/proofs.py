@@ -80,8 +80,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
             # saving, other precisions and short runs have no loss scale that overflows, one micro-batch has none to
             # postpone to. FSDP1 does not run in one process, and has only one value of init.
             # Blocks that are left out would change what proofs count.
-            whole: dict[str, AxisValue] = {} if axis == "skipped" else {"skipped": "none"}
-            shown = cell.but(**whole, **_WITHOUT.get(axis, {}))
+            all_blocks: dict[str, AxisValue] = {} if axis == "skipped" else {"skipped": "none"}
+            shown = cell.but(**all_blocks, **_WITHOUT.get(axis, {}))
             keeps = base is _OF_PIPELINES and axis == "reshard" and cell.reshard != "always"
             yield axis, shown, shown.but(**{axis: "always" if keeps else getattr(base, axis)})
 

@@ -1,11 +1,13 @@
 """Frozen parameters: the steps in which they train, and the reference of a run that freezes some of them."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from conformance.oracles.frozen import at_step, first_of_each, is_trained, trained
-from conformance.oracles.reference import initial_model, learning_rate, reference_run
+from conformance.oracles.reference import ReferenceRun, initial_model, learning_rate, reference_run
 from conformance.oracles.schedule import fsdp_events, reduced_numels, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
@@ -42,6 +44,20 @@ def test_first_of_each_takes_the_earliest() -> None:
     assert first_of_each([{"a": 1}, {"a": 2, "b": 3}]) == {"a": 1, "b": 3}
 
 
+def require_same_steps(
+    run: ReferenceRun, config: TrainerConfig, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Step an optimizer of torch with the gradients of a run, and compare the parameters at the end."""
+    for step, gradients in enumerate(run.gradients):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        optimizer.step()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach(), run.parameters[name], rtol=1e-9, atol=1e-12)
+
+
 def test_one_process_steps_thawed_parameters_as_torch_does() -> None:
     config = Cell(mesh="dp1", frozen="thawed", clip=0.0).config
     run = reference_run(config, dtype=torch.float64)
@@ -57,14 +73,7 @@ def test_one_process_steps_thawed_parameters_as_torch_does() -> None:
         eps=options.eps,
     )
     assert run.gradients[0].keys() < run.gradients[1].keys() == parameters.keys()
-    for step, gradients in enumerate(run.gradients):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        for name, parameter in parameters.items():
-            parameter.grad = gradients.get(name)
-        optimizer.step()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.detach(), run.parameters[name], rtol=1e-9, atol=1e-12)
+    require_same_steps(run, config, parameters, optimizer)
 
 
 def test_groups_that_are_frozen_are_gathered_and_not_reduced() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that forward passes leave out: in which they run, what one process computes, and what is gathered."""
+"""Blocks that forward passes leave out, on known cases: passes, gradients of one process, and gathers."""
 
 import pytest
 import torch
@@ -6,12 +6,13 @@ from msgspec.structs import replace
 
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.frozen import at_step, trained
-from conformance.oracles.reference import initial_model, learning_rate, reference_run
+from conformance.oracles.reference import initial_model, reference_run
 from conformance.oracles.skipped import computed_blocks, leave_out
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.checks import UsageError
 from reference_trainer.config import Skipped, TrainerConfig
 from reference_trainer.skipped import skip
+from tests.fast.oracles.test_frozen import require_same_steps
 from tests.fast.oracles.test_schedules import schedule
 
 _TWO = Cell(accumulation=2, skipped="blocks").config
@@ -58,14 +59,7 @@ def test_one_process_leaves_alone_what_a_step_has_not_used(optimizer: str) -> No
         stepper = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
     used = [{name.split(".")[1] for name in gradients if name.startswith("layers.")} for gradients in run.gradients]
     assert used == [{"0", "1"}, {"0"}, {"0"}]
-    for step, gradients in enumerate(run.gradients):
-        for group in stepper.param_groups:
-            group["lr"] = learning_rate(config, step)
-        for name, parameter in parameters.items():
-            parameter.grad = gradients.get(name)
-        stepper.step()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.detach(), run.parameters[name], rtol=1e-9, atol=1e-12)
+    require_same_steps(run, config, parameters, stepper)
 
 
 @pytest.mark.parametrize("axes", [{}, {"passes": 2}, {"gradient_sync": "last"}, {"mesh": "dp2-tp2"}])
