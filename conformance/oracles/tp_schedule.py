@@ -141,8 +141,7 @@ class _Traffic:
             self._enter_backward()
             self._replicated_gradients("norm.", "norm.", micro_batch, ends)
         for layer in reversed(layers):
-            self._block_backward()
-            self._replicated_gradients("layers.0.", f"layers.{layer}.", micro_batch, ends)
+            self._block_backward(layer, micro_batch, ends)
         if first and is_trained("tok_embeddings.weight", self._config):
             self._leave_backward()
 
@@ -162,8 +161,8 @@ class _Traffic:
             if region < regions_left:
                 self._leave(phase)
 
-    def _block_backward(self) -> None:
-        """Feed-forward and attention, with recomputation.
+    def _block_backward(self, layer: int, micro_batch: int, ends: int) -> None:
+        """Feed-forward and attention, with recomputation, and gradients of norms when backward leaves their group.
 
         Selective checkpointing keeps the outputs of matrix products, but not those of collectives on them. An eager
         block is recomputed when backward asks for a tensor of it, up to the last tensor that backward needs: the sum
@@ -177,9 +176,15 @@ class _Traffic:
         self._leave_backward()
         if checkpointing and not completely:
             self._block_forward("backward", regions_left=1)
+        block, norm = f"layers.{layer}", f"layers.{layer}.ffn_norm"
+        is_group = group_of(f"{norm}.weight", self._config) == norm
         self._enter_backward()
+        if is_group:
+            self._replicated_gradients("layers.0.ffn_norm.", f"{norm}.", micro_batch, ends)
         self._leave_backward()
         self._enter_backward()
+        within = ".attention_norm." if is_group else "."
+        self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
 
     def _enter(self, phase: str) -> None:
         if self._config.sequence_parallel:
