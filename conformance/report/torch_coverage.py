@@ -19,8 +19,9 @@ def area_table(covered: TorchCoverage, *, table_format: str = "simple") -> str:
     for name, area in covered.areas.items():
         tallies = [getattr(area, each) for each in _COUNTED]
         cells = [f"{share_text(tally)} of {tally.possible}" if tally.possible else "" for tally in tallies]
-        rows.append([name, *cells, str(area.left)])
-    headers = ["area", *_KEY.values(), "left on purpose"]
+        with_left = f"{share_text(area.all_branches)} of {area.all_branches.possible}"
+        rows.append([name, cells[0], with_left, *cells[1:], str(area.left)])
+    headers = ["area", "branches", "with those left", *[*_KEY.values()][1:], "left on purpose"]
     return tabulate(rows, headers=headers, tablefmt=table_format, disable_numparse=True)
 
 
