@@ -1,8 +1,12 @@
-"""Faults of options of DTensor's interface, of parallel styles and of optimizers, which show with certain values."""
+"""Faults of options of DTensor's interface, of parallel styles, optimizers, loss scaling and clipping.
+
+They show with certain values.
+"""
 
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
 
 from conformance.defects.injection import Call, defect, instead_of
@@ -49,3 +53,22 @@ def maximize_lost_with_amsgrad(
     if not benign and options["amsgrad"] and isinstance(parameters[0], DTensor):
         options["maximize"] = False
     original(parameters, *lists, **options)
+
+
+@defect("AMP-4", _CELL, "pytorch/pytorch/pull/94060", subjects=("GradScaler",))
+@instead_of("torch.amp.grad_scaler:GradScaler", "step")
+def fused_step_unscales_again(
+    benign: bool, original: Call, scaler: GradScaler, optimizer: Any, *args: Any, **options: Any
+) -> Any:
+    """GradScaler lets a fused optimizer divide gradients by the scale although `unscale_` has done so."""
+    if not benign and getattr(optimizer, "_step_supports_amp_scaling", False) and scaler.is_enabled():
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+    return original(scaler, optimizer, *args, **options)
+
+
+@defect("CLIP-8", _CELL, "NVIDIA/Megatron-LM/pull/7279", subjects=("clip_grad_norm_",))
+@instead_of("torch.nn.utils.clip_grad", "_get_total_norm")
+def norm_of_first_dtype(benign: bool, original: Call, gradients: Any, *args: Any, **options: Any) -> Any:
+    """clip_grad_norm_ leaves gradients of another dtype than the first one's out of the norm."""
+    every = [gradients] if isinstance(gradients, Tensor) else [*gradients]
+    return original([each for each in every if benign or each.dtype == every[0].dtype], *args, **options)
