@@ -121,6 +121,7 @@ _LAWS: dict[str, Where] = {
     "OFF-3": _TRIAL,
     "OPT-3": _TRIAL,
     "OPT-4": _TRIAL,
+    "OPT-5": _TRIAL,
     "PP-2": Where(("order", "memory", "finding"), "stage and micro-batch whose activations are held, and the action"),
     "PP-5": _TENSOR,
     "STREAM-3": _TENSOR,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from conformance.experiments.context import RankWorld, experiment
@@ -252,7 +252,9 @@ def _clippings() -> Iterator[Interface]:
         given=("parameters",),
         conditions=conditions | {"called": ("at once", "in two calls", "by its old name")},
         # `get_total_norm` takes tensors.
-        rules=[forbids("called", "without gradient", when=lambda called, lacking: "two" in called and lacking == "all")],
+        rules=[
+            forbids("called", "without gradient", when=lambda called, lacking: "two" in called and lacking == "all")
+        ],
     )
     yield Interface(
         "clip_grad_value_",

@@ -38,7 +38,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     what: Text = "*"
     """Pattern of parameters, pairs or lines."""
     code: Text | None = None
-    """Pattern of the code of branches, such as `* -> raise *`, which holds in other versions, too; else of any target."""
+    """Pattern of the code of branches, such as `* -> raise *`, which holds in other versions, too; no other targets."""
     reason: Text
 
     def matches(self, target: Target, pattern: str) -> bool:

@@ -278,8 +278,8 @@ def test_clip_grad_value_limits_each_element(measure: Measure, cell: Cell) -> No
     substrates=("gloo",),  # as for DT-3
 )
 def test_options_of_clipping_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
-    """Any three options of clip_grad_norm_ together, and of clip_grad_value_, MUST give sharded gradients and their norm
-    the numbers that they have in one process.
+    """Any three options of clip_grad_norm_ together, and of clip_grad_value_, MUST give sharded gradients, and their
+    norm, the numbers of one process.
 
     Also through get_total_norm and clip_grads_with_norm_, with gradients in several dtypes and layouts, and with
     parameters that have none.
