@@ -4,6 +4,7 @@ Every class of torch.optim takes steps on DTensors and on plain tensors, which m
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def sweep(rank: RankWorld) -> Swept:
         if make is torch.optim.SparseAdam:  # it refuses dense gradients
             continue
         more = _OF_LINE_SEARCH if make is torch.optim.LBFGS else {}
-        options = {"implementation": implementations(make), **OPTIONS, **more}
+        options = {"implementation": implementations(make), **OPTIONS, **more, **_of_tensors(make)}
         ended = partial(_ended, trials, setting, make)
         rows = CoveringSweep(options, ended, make.__name__, 2, draw=draw_of(rank))
         total.add(rows.swept(rank.subjects))
@@ -76,11 +77,22 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
-    sample = sample_of(make, row["implementation"], {})
+    betas = {"betas": tuple(map(torch.tensor, _betas(make).default))} if row.get("betas") == "tensors" else {}
+    sample = sample_of(make, row["implementation"], betas)
     numbers = numbers_of(setting, sample, trials.mesh)
     if row["numbers"] == "complex":
         numbers = Numbers([*map(_complex, numbers.parameters)], [[*map(_complex, each)] for each in numbers.gradients])
     return trials.ended(lambda mesh: _faults(sample, setting, numbers, row, mesh))
+
+
+def _of_tensors(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
+    """Return the option of an optimizer whose signature allows `betas` that are tensors."""
+    return {"betas": ("numbers", "tensors")} if "Tensor" in str(_betas(make).annotation) else {}
+
+
+def _betas(make: type[Optimizer]) -> inspect.Parameter:
+    absent = inspect.Parameter("betas", inspect.Parameter.KEYWORD_ONLY)
+    return inspect.signature(make).parameters.get("betas", absent)
 
 
 def _complex(real: Tensor) -> Tensor:
