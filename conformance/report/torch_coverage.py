@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from conformance.report.wording import share_text
 from conformance.torch_coverage.counting import TOTAL, TorchCoverage
+from conformance.torch_coverage.keeping import Kept
 from conformance.torch_coverage.reasons import Reason, Target
 
 _COUNTED = ("branches", "functions", "parameters", "pairs")
@@ -68,7 +69,7 @@ def left_table(left: Mapping[Target, Reason], *, table_format: str = "simple") -
     return tabulate(rows, headers=["left", "reason"], tablefmt=table_format, disable_numparse=True)
 
 
-def markdown_document(kept: Mapping[str, TorchCoverage]) -> str:
+def markdown_document(kept: Mapping[str, Kept]) -> str:
     """Return docs/torch_coverage.md: the kept figures of each profile."""
     sections = [
         "# Coverage of torch",
@@ -79,8 +80,11 @@ def markdown_document(kept: Mapping[str, TorchCoverage]) -> str:
         "Seen is what a run has executed that a law on numbers, memory, traffic or state has judged. A parameter is "
         "seen if such a run gave it another value than its default, a pair if one call gave both. "
         "`coverage --torch DIR --missing all` lists what is missing; conformance/torch_coverage/left.yaml says why "
-        "some is left on purpose.",
+        "some is left on purpose. What is left "
+        "and was not seen counts as not possible, but in the column `with those left`.",
     ]
-    for profile, covered in kept.items():
-        sections += [f"## Profile {profile}, torch {covered.torch}", area_table(covered, table_format="github")]
+    for profile, each in kept.items():
+        title = f"## Profile {profile}, torch {each.covered.torch}"
+        cases = f"Judged: {each.cases.seen} of {each.cases.possible} cases."
+        sections += [title, cases, area_table(each.covered, table_format="github")]
     return "\n\n".join(sections) + "\n"
