@@ -98,7 +98,7 @@ def sharded_gradients_not_zeroed(benign: bool, original: Call, optimizer: Any, s
 )
 @instead_of("torch.optim.optimizer:Optimizer", "add_param_group")
 def rate_of_added_group_lost(benign: bool, original: Call, optimizer: Any, group: dict[str, Any]) -> None:
-    """A group of sharded parameters that is added after the first step is stepped with the rate of the first group."""
+    """A group of sharded parameters that is added later is stepped with the rate of the first group."""
     original(optimizer, group)
     last = optimizer.param_groups[-1]
     if not benign and optimizer.state and isinstance(last["params"][0], DTensor):

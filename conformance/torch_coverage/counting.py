@@ -28,8 +28,8 @@ class AreaCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pairs of parameters of one callable that one call has given other values than the defaults."""
     left: int
     """Number of these that are left on purpose, with a reason."""
-    left_branches: int
-    """Number of branches among those left."""
+    left_branches: int = 0
+    """Number of branches among those left; 0 in reports of versions that did not count them."""
 
     @property
     def all_branches(self) -> Tally:
