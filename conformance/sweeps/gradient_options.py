@@ -74,7 +74,7 @@ _STEPS, _OVERFLOWING = 4, 1
 _SCALES: Mapping[str, float | None] = {"by itself": None, "to a number": 16.0, "to a tensor": 16.0}
 """New scales that `update` is given, by the names that options have."""
 _ADAM_BOUND = 2.0**-18
-"""Bound on the relative deviation of fused steps: kernels of vectors and of single elements may round otherwise.
+"""Bound on the relative deviation of fused steps: kernels of vectors and of single elements may round differently.
 
 In each of four steps at most 2**4 operators do, by 2**-24 each.
 """
@@ -269,7 +269,7 @@ def _clippings() -> Iterator[Interface]:
 
 
 Clip = Callable[[Any, Options, Mapping[str, Any]], dict[str, Tensor]]
-"""Function of the parameters, the options and the arguments of a call, which returns what the call does."""
+"""Function of the parameters, the options and the arguments of a call; it returns the result."""
 
 
 def _clipped(options: Options, mesh: DeviceMesh, *, call: Clip) -> Faults:
@@ -282,7 +282,7 @@ def _clipped(options: Options, mesh: DeviceMesh, *, call: Clip) -> Faults:
 def _clipped_by(
     call: Clip, options: Options, shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout], place: Place
 ) -> dict[str, Tensor]:
-    """Return what a call returns, and the gradients after it."""
+    """Return the result of a call, and the gradients after it."""
     dtypes = {"mixed": (torch.float32, torch.bfloat16)}.get(options["dtype"], (DTYPES.get(options["dtype"]),) * 2)
     parameters = [
         nn.Parameter(place(torch.zeros(shape, dtype=dtype), at))

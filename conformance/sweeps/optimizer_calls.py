@@ -46,7 +46,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "hooks": (False, True),
     "restored": ("never", "into a new optimizer", "from an old checkpoint", "by copy"),
     "zero_grad": ("never", "to none", "to zero"),
-    "without gradient": ("none", "the last"),
+    "gradients": ("of all", "not of the last"),
     "numbers": ("real", "complex"),
 }
 """Values of each option; the first is the default."""
@@ -69,7 +69,7 @@ def sweep(rank: RankWorld) -> Swept:
         if make is torch.optim.SparseAdam:  # it refuses dense gradients
             continue
         more = _OF_LINE_SEARCH if make is torch.optim.LBFGS else {}
-        options = {"implementation": implementations(make), **OPTIONS, **more, **_of_tensors(make)}
+        options = {"implementation": implementations(make), **OPTIONS, **more, **_tensor_options(make)}
         ended = partial(_ended, trials, setting, make)
         rows = CoveringSweep(options, ended, make.__name__, 2, draw=draw_of(rank))
         total.add(rows.swept(rank.subjects))
@@ -85,7 +85,7 @@ def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options
     return trials.ended(lambda mesh: _faults(sample, setting, numbers, row, mesh))
 
 
-def _of_tensors(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
+def _tensor_options(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
     """Return the option of an optimizer whose signature allows `betas` that are tensors."""
     return {"betas": ("numbers", "tensors")} if "Tensor" in str(_betas(make).annotation) else {}
 
@@ -139,7 +139,7 @@ def _loss_of(
         return partial(quadratic, parameters, gradients)
 
     def add() -> float:
-        count = len(parameters) - (row["without gradient"] == "the last")
+        count = len(parameters) - (row["gradients"] == "not of the last")
         for p, gradient in zip(parameters[: max(1, count)], gradients, strict=False):
             p.grad = gradient.clone() if p.grad is None else p.grad + gradient
         return 0.0
@@ -208,7 +208,7 @@ def _restored(
 
 
 def _make_old(state: dict[str, Any]) -> None:
-    """Change a state to what earlier versions of torch have saved: steps as numbers, and fewer options."""
+    """Change a state to one of an earlier version of torch: steps are numbers, and groups have fewer options."""
     for group in state["param_groups"]:
         for name in _LATER_SWITCHES:
             group.pop(name, None)
