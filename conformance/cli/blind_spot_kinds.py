@@ -26,7 +26,10 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("options of interfaces, alone and together", laws="API-2, API-3, TP-3, DT-4, OPT-4, CKPT-8, CKPT-10"),
+    Kind(
+        "options of interfaces, alone and together",
+        laws="API-2, API-3, TP-3, DT-4, OPT-4, OPT-5, AMP-4, CLIP-8, CKPT-8, CKPT-10",
+    ),
     Kind("life cycle of a module", laws="LIFE-1"),
     Kind("time: later steps, calls and checkpoints", laws="MEM-6, PP-6, CKPT-7", cells="steps >= 12"),
     Kind("several meshes", laws="MESH-*"),

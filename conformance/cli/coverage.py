@@ -15,14 +15,22 @@ from conformance.cli.command import Answer, Commands, add_matrix, add_profile
 from conformance.cli.reports import as_json
 from conformance.plan.cells import AxisValue, Cell
 from conformance.plan.content import Content
-from conformance.plan.coverage import coverage, covered, impossible_pairs, laws_on, on_numbers
+from conformance.plan.coverage import Tally, coverage, covered, impossible_pairs, laws_on, on_numbers
 from conformance.plan.matrix import Matrix, load_matrix
-from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
+from conformance.report.coverage import (
+    AXIS_HEADERS,
+    LAW_HEADERS,
+    TOTAL_HEADERS,
+    axis_rows,
+    has_judged,
+    law_rows,
+    total_rows,
+)
 from conformance.report.schema import read_report
 from conformance.report.torch_coverage import area_table, left_table, missing_lines
 from conformance.report.wording import counted, spelled
-from conformance.torch_coverage.counting import count, targets
-from conformance.torch_coverage.keeping import keep
+from conformance.torch_coverage.counting import TorchCoverage, count, targets
+from conformance.torch_coverage.keeping import Kept, keep
 from conformance.torch_coverage.reasons import left_on_purpose, read_reasons
 from conformance.torch_coverage.seen import Seen, read_seen
 from reference_trainer.checks import UsageError
@@ -96,10 +104,7 @@ def _torch_answer(options: argparse.Namespace, limit: int | None) -> Answer:
     reasons = read_reasons()
     covered = count(seen, reasons)
     if options.keep:
-        profiles = {read_report(directory).profile for directory in options.torch}
-        if len(profiles) > 1:
-            raise UsageError(f"--keep: these reports are of several profiles: {', '.join(sorted(profiles))}")
-        keep(profiles.pop(), covered)
+        _keep(options, covered)
     if options.json:
         return Answer(as_json(covered))
     found = targets(seen)
@@ -108,6 +113,18 @@ def _torch_answer(options: argparse.Namespace, limit: int | None) -> Answer:
     shown = lines[:limit]
     more = [f"... and {len(lines) - len(shown)} more: see --missing all"] * (len(lines) > len(shown))
     return Answer("\n\n".join([area_table(covered), "missing:\n" + "\n".join([*shown, *more]), left_table(left)]))
+
+
+def _keep(options: argparse.Namespace, covered: TorchCoverage) -> None:
+    """Keep the coverage of reports together, with the number of their cases."""
+    reports = [read_report(directory) for directory in options.torch]
+    profiles = {report.profile for report in reports}
+    if len(profiles) > 1:
+        raise UsageError(f"--keep: these reports are of several profiles: {', '.join(sorted(profiles))}")
+    [profile] = profiles
+    judged = {case.id for report in reports for case in report.cases if has_judged(case, needs_measurement=False)}
+    planned = [*load_matrix(options.matrix).cases(profile)]
+    keep(profile, Kept(covered=covered, cases=Tally(len(judged), len(planned))))
 
 
 def _limit(text: str) -> int | None:

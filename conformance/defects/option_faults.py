@@ -1,8 +1,12 @@
-"""Faults of options of DTensor's interface, of parallel styles and of optimizers, which show with certain values."""
+"""Faults of options of DTensor's interface, of parallel styles, optimizers, loss scaling and clipping.
+
+They show with certain values.
+"""
 
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
 
 from conformance.defects.injection import Call, defect, instead_of
@@ -49,3 +53,53 @@ def maximize_lost_with_amsgrad(
     if not benign and options["amsgrad"] and isinstance(parameters[0], DTensor):
         options["maximize"] = False
     original(parameters, *lists, **options)
+
+
+@defect("AMP-4", _CELL, "pytorch/pytorch/pull/94060", subjects=("GradScaler",))
+@instead_of("torch.amp.grad_scaler:GradScaler", "step")
+def fused_step_unscales_again(
+    benign: bool, original: Call, scaler: GradScaler, optimizer: Any, *args: Any, **options: Any
+) -> Any:
+    """GradScaler lets a fused optimizer divide sharded gradients by the scale although `unscale_` has done so."""
+    state = scaler._per_optimizer_states[id(optimizer)] if scaler.is_enabled() else {}
+    is_sharded = isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+    if not benign and is_sharded and state.get("stage") is OptState.UNSCALED and optimizer.defaults.get("fused"):
+        state["stage"] = OptState.READY
+    return original(scaler, optimizer, *args, **options)
+
+
+@defect("CLIP-8", _CELL, "NVIDIA/Megatron-LM/pull/7279", subjects=("clip_grad_norm_",))
+@instead_of("torch.nn.utils.clip_grad", "_get_total_norm")
+def norm_of_first_dtype(benign: bool, original: Call, gradients: Any, *args: Any, **options: Any) -> Any:
+    """clip_grad_norm_ leaves sharded gradients of another dtype than the first one's out of the norm."""
+    every = [gradients] if isinstance(gradients, Tensor) else [*gradients]
+    kept = [each for each in every if benign or each.dtype == every[0].dtype or not isinstance(each, DTensor)]
+    return original(kept, *args, **options)
+
+
+@defect(
+    "OPT-5",
+    _CELL,
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
+    subjects=("SGD",),
+)
+@instead_of("torch.optim.optimizer:Optimizer", "zero_grad")
+def sharded_gradients_not_zeroed(benign: bool, original: Call, optimizer: Any, set_to_none: bool = True) -> None:
+    """`zero_grad` to zero instead of None leaves sharded gradients, to which the next backward adds."""
+    if benign or set_to_none or not isinstance(optimizer.param_groups[0]["params"][0], DTensor):
+        original(optimizer, set_to_none)
+
+
+@defect(
+    "OPT-5",
+    _CELL,
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.add_param_group.html",
+    subjects=("AdamW",),
+)
+@instead_of("torch.optim.optimizer:Optimizer", "add_param_group")
+def rate_of_added_group_lost(benign: bool, original: Call, optimizer: Any, group: dict[str, Any]) -> None:
+    """A group of sharded parameters that is added later is stepped with the rate of the first group."""
+    original(optimizer, group)
+    last = optimizer.param_groups[-1]
+    if not benign and optimizer.state and isinstance(last["params"][0], DTensor):
+        last["lr"] = optimizer.param_groups[0]["lr"]

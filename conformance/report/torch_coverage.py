@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from conformance.report.wording import share_text
 from conformance.torch_coverage.counting import TOTAL, TorchCoverage
+from conformance.torch_coverage.keeping import Kept
 from conformance.torch_coverage.reasons import Reason, Target
 
 _COUNTED = ("branches", "functions", "parameters", "pairs")
@@ -19,8 +20,9 @@ def area_table(covered: TorchCoverage, *, table_format: str = "simple") -> str:
     for name, area in covered.areas.items():
         tallies = [getattr(area, each) for each in _COUNTED]
         cells = [f"{share_text(tally)} of {tally.possible}" if tally.possible else "" for tally in tallies]
-        rows.append([name, *cells, str(area.left)])
-    headers = ["area", *_KEY.values(), "left on purpose"]
+        with_left = f"{share_text(area.all_branches)} of {area.all_branches.possible}"
+        rows.append([name, cells[0], with_left, *cells[1:], str(area.left)])
+    headers = ["area", "branches", "with those left", *[*_KEY.values()][1:], "left on purpose"]
     return tabulate(rows, headers=headers, tablefmt=table_format, disable_numparse=True)
 
 
@@ -67,7 +69,7 @@ def left_table(left: Mapping[Target, Reason], *, table_format: str = "simple") -
     return tabulate(rows, headers=["left", "reason"], tablefmt=table_format, disable_numparse=True)
 
 
-def markdown_document(kept: Mapping[str, TorchCoverage]) -> str:
+def markdown_document(kept: Mapping[str, Kept]) -> str:
     """Return docs/torch_coverage.md: the kept figures of each profile."""
     sections = [
         "# Coverage of torch",
@@ -78,8 +80,11 @@ def markdown_document(kept: Mapping[str, TorchCoverage]) -> str:
         "Seen is what a run has executed that a law on numbers, memory, traffic or state has judged. A parameter is "
         "seen if such a run gave it another value than its default, a pair if one call gave both. "
         "`coverage --torch DIR --missing all` lists what is missing; conformance/torch_coverage/left.yaml says why "
-        "some is left on purpose.",
+        "some is left on purpose. What is left "
+        "and was not seen counts as not possible, but in the column `with those left`.",
     ]
-    for profile, covered in kept.items():
-        sections += [f"## Profile {profile}, torch {covered.torch}", area_table(covered, table_format="github")]
+    for profile, each in kept.items():
+        title = f"## Profile {profile}, torch {each.covered.torch}"
+        cases = f"Judged: {each.cases.seen} of {each.cases.possible} cases."
+        sections += [title, cases, area_table(each.covered, table_format="github")]
     return "\n\n".join(sections) + "\n"

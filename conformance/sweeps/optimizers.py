@@ -252,7 +252,7 @@ def pair_sweep(rank: RankWorld) -> Swept:
     names = {subject.partition("(")[0] for subject in rank.subjects}
     for make in select_samples(optimizers(), lambda make: make.__name__, restricted_to=names):
         options: dict[str, tuple[Any, ...]] = dict.fromkeys(_options_of(make), (False, True))
-        options["implementation"] = ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
+        options["implementation"] = implementations(make)
         ended = partial(_ended_with, trials, setting, make)
         known = named(refused, options, make.__name__)
         rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known)
@@ -271,13 +271,27 @@ def _ended_with(trials: Trials, setting: Setting, make: type[Optimizer], row: Op
     chosen = {
         name: value for option, values in _options_of(make).items() if row[option] for name, value in values.items()
     }
-    switch = {} if row["implementation"] == "default" else {row["implementation"]: True}
-    sample = OptimizerSample(
-        make.__name__, make, _USUAL.get(make.__name__, {"lr": _LR}) | switch | chosen, is_usual=False
-    )
-    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
-    numbers = Numbers.of(shapes, sample, trials.mesh.size(trials.mesh.ndim - 1))
+    sample = sample_of(make, row["implementation"], chosen)
+    numbers = numbers_of(setting, sample, trials.mesh)
     return trials.ended(lambda mesh: _faults(sample, setting, numbers, stepped(sample, numbers), mesh))
+
+
+def implementations(make: type[Optimizer]) -> tuple[str, ...]:
+    """Return the implementations of an optimizer, by the names of their switches, after `default`."""
+    return ("default", *(name for name in _IMPLEMENTATIONS if name in _parameters(make)))
+
+
+def sample_of(make: type[Optimizer], implementation: str, chosen: Mapping[str, Any]) -> OptimizerSample:
+    """Return an optimizer with an implementation and options."""
+    switch = {} if implementation == "default" else {implementation: True}
+    options = {**_USUAL.get(make.__name__, {"lr": _LR}), **switch, **chosen}
+    return OptimizerSample(make.__name__, make, options, is_usual=False)
+
+
+def numbers_of(setting: "Setting", sample: OptimizerSample, mesh: DeviceMesh) -> "Numbers":
+    """Return the numbers of a sample in a setting; an optimizer that takes matrices alone gets the first ones."""
+    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
+    return Numbers.of(shapes, sample, mesh.size(mesh.ndim - 1))
 
 
 def settings_of(mesh: DeviceMesh) -> list[Setting]:
@@ -310,15 +324,14 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
 
 
 def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:
-    """Step in a setting; an optimizer that takes matrices alone gets the first ones."""
-    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
-    if not shapes:
+    """Step in a setting, unless the optimizer takes matrices alone and the first parameter is none."""
+    numbers = numbers_of(setting, sample, trials.mesh)
+    if not numbers.parameters:
         return
-    numbers = Numbers.of(shapes, sample, trials.mesh.size(trials.mesh.ndim - 1))
     expected = trials.expected(sample.name, setting.kind, partial(stepped, sample, numbers))
     if expected is not None:
         call = partial(_faults, sample, setting, numbers, expected)
-        trials.attempt(sample.name, setting.kind, f"{len(shapes)} parameters", call)
+        trials.attempt(sample.name, setting.kind, f"{len(numbers.parameters)} parameters", call)
 
 
 @dataclass(frozen=True)
@@ -371,15 +384,15 @@ def stepped(sample: OptimizerSample, numbers: Numbers) -> State:
     optimizer = sample.make(parameters, **sample.options)
     for step_gradients in numbers.gradients:
         if sample.is_line_search:
-            optimizer.step(partial(_quadratic, parameters, step_gradients))
+            optimizer.step(partial(quadratic, parameters, step_gradients))
             continue
         for p, grad in zip(parameters, step_gradients, strict=True):
             p.grad = grad.clone()
         optimizer.step()
-    return dict(_state(optimizer, parameters))
+    return dict(state_of(optimizer, parameters))
 
 
-def _quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
+def quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
     """Return a loss whose curvature is 1 to 3 by parameter, and set its gradients."""
     loss = 0.0
     for curvature, (p, minimum) in enumerate(zip(parameters, minima, strict=True), 1):
@@ -389,7 +402,8 @@ def _quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
     return loss
 
 
-def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def state_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and all numbers that an optimizer keeps about them, by name."""
     for index, p in enumerate(parameters):
         yield f"parameter {index}", p.detach()
         for key, value in optimizer.state.get(p, {}).items():

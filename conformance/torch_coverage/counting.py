@@ -1,12 +1,14 @@
 """Counts of the coverage of torch: branches, functions, parameters and pairs of parameters, seen and possible."""
 
+import linecache
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 import msgspec
 
 from conformance.plan.coverage import Tally
-from conformance.torch_coverage.areas import AREAS
+from conformance.torch_coverage.areas import AREAS, torch_directory
 from conformance.torch_coverage.branches import functions
 from conformance.torch_coverage.reasons import Reason, Target, left_on_purpose
 from conformance.torch_coverage.seen import Seen
@@ -26,6 +28,13 @@ class AreaCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pairs of parameters of one callable that one call has given other values than the defaults."""
     left: int
     """Number of these that are left on purpose, with a reason."""
+    left_branches: int = 0
+    """Number of branches among those left; 0 in reports of versions that did not count them."""
+
+    @property
+    def all_branches(self) -> Tally:
+        """Seen branches of all, those left on purpose among them."""
+        return Tally(self.branches.seen, self.branches.possible + self.left_branches)
 
 
 class TorchCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,13 +61,15 @@ def count(seen: Seen, reasons: Sequence[Reason]) -> TorchCoverage:
 def _area(found: Sequence[Target], left: Collection[Target], name: str) -> AreaCoverage:
     own = [target for target in found if name in (target.area, TOTAL)]
     counts = {kind: [target for target in own if target.kind == kind and target not in left] for kind in _KINDS}
+    left_kinds = Counter(target.kind for target in own if target in left)
     tallies = {kind: Tally(sum(target.is_seen for target in each), len(each)) for kind, each in counts.items()}
     return AreaCoverage(
         branches=tallies["branch"],
         functions=tallies["function"],
         parameters=tallies["parameter"],
         pairs=tallies["pair"],
-        left=sum(target in left for target in own),
+        left=left_kinds.total(),
+        left_branches=left_kinds["branch"],
     )
 
 
@@ -71,11 +82,17 @@ def _code_targets(seen: Seen) -> Iterator[Target]:
         yield Target("function", function.area, place, f"line {function.line}", function.is_called)
         for jumps, is_seen in ((function.seen, True), (function.missing, False)):
             for start, end in sorted(jumps):
-                yield Target("branch", function.area, place, f"line {start} -> {_end(end)}", is_seen)
+                code = f"{_code(function.file, start)} -> {_code(function.file, end)}"
+                yield Target("branch", function.area, place, f"line {start} -> {_end(end)}", is_seen, code=code)
 
 
 def _end(line: int) -> str:
     return str(line) if line > 0 else "return"
+
+
+def _code(file: str, line: int) -> str:
+    """Return the text of a line of torch, without its indent; of a jump out of a function `return`."""
+    return linecache.getline(str(torch_directory() / file), line).strip() if line > 0 else "return"
 
 
 def _interface_targets(seen: Seen) -> Iterator[Target]:

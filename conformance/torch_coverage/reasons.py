@@ -26,6 +26,8 @@ class Target(NamedTuple):
     is_seen: bool
     values: str = ""
     """Values of a parameter that were seen."""
+    code: str = ""
+    """Code of a branch: the line where it begins, and the one to which it leads, `LINE -> LINE`."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,11 +37,14 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Patterns of places, see `Target.place`; `*` stands for any characters."""
     what: Text = "*"
     """Pattern of parameters, pairs or lines."""
+    code: Text | None = None
+    """Pattern of the code of branches, such as `* -> raise *`, which holds in other versions, too; no other targets."""
     reason: Text
 
     def matches(self, target: Target, pattern: str) -> bool:
         """Return whether a target is left by one of the patterns."""
-        return fnmatchcase(target.place, pattern) and fnmatchcase(target.what, self.what)
+        is_such_code = self.code is None or (target.kind == "branch" and fnmatchcase(target.code, self.code))
+        return is_such_code and fnmatchcase(target.place, pattern) and fnmatchcase(target.what, self.what)
 
 
 class _Left(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +66,8 @@ def left_on_purpose(targets: Sequence[Target], reasons: Sequence[Reason]) -> dic
         for pattern in reason.places:
             matching = [target for target in targets if reason.matches(target, pattern)]
             if not matching:
-                raise UsageError(f"left.yaml: nothing in this torch matches `{pattern}`, {reason.what}: remove it")
+                what = reason.what if reason.code is None else reason.code
+                raise UsageError(f"left.yaml: nothing in this torch matches `{pattern}`, {what}: remove it")
             for target in matching:
                 if not target.is_seen:
                     left.setdefault(target, reason)

@@ -9,12 +9,14 @@ from conformance.assertions.steps import (
     require_steps_taken,
     rounds_like_eager,
 )
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.clipping import overflow_on_last_rank
 from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.loss_scale import loss_scales
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
+from conformance.sweeps.gradient_options import scaler_sweep
 
 GRAD_SCALER = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler"
 
@@ -96,6 +98,22 @@ def test_gradients_do_not_depend_on_the_loss_scale(run: Run, measure: Measure, c
         if rounds_alike:
             within = tolerance.emulated_deviation(config, emulated, expected, loss_scale=facts.loss_scale)
         compare.tensors(record.select(f"step{facts.step}/gradient/"), expected, name=name, within=within)
+
+
+@law(
+    "AMP-4",
+    where="id in (dp2-fp32-default-meta-even, hsdp2x2-fp32-default-meta-seed1)",
+    reference=GRAD_SCALER,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_options_of_grad_scaler_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any three options of torch's GradScaler together, and of how it is called, MUST take, skip and scale the steps of
+    sharded gradients as in one process, on every rank.
+
+    Also with a gradient that all ranks have, with two optimizers, and after the scaler's state was loaded.
+    """
+    require_no_wrong_result(measure(scaler_sweep, cell), unit="options", bounded=f"AMP-4/{cell.id}")
 
 
 def _overflows(record: Record, step: int) -> bool:

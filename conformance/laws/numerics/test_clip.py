@@ -10,6 +10,7 @@ from conformance.assertions import compare
 from conformance.assertions.dropout import are_masks_seen, recorded_masks
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import require_steps_taken
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.clipping import (
     AMPLIFICATION,
     AMPLIFIED,
@@ -31,6 +32,7 @@ from conformance.oracles.schedule import Event
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
+from conformance.sweeps.gradient_options import clip_sweep
 from reference_trainer.parallel_dims import resolve_mesh
 
 CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
@@ -266,3 +268,20 @@ def test_clip_grad_value_limits_each_element(measure: Measure, cell: Cell) -> No
             raise ConformanceFailure(f"no rank has an element of a gradient {kind} the limit: nothing to judge")
     for number, rank in enumerate(ranks):
         compare.count(rank.wrong, name="wrong elements", expected=0, detail=f"rank {number}", unit="elements")
+
+
+@law(
+    "CLIP-8",
+    where="id in (dp2-fp32-default-meta-even, hsdp2x2-fp32-default-meta-seed1)",
+    reference=CLIP_GRAD_NORM,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_options_of_clipping_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any three options of clip_grad_norm_ together, and of clip_grad_value_, MUST give sharded gradients, and their
+    norm, the numbers of one process.
+
+    Also through get_total_norm and clip_grads_with_norm_, with gradients in several dtypes and layouts, and with
+    parameters that have none.
+    """
+    require_no_wrong_result(measure(clip_sweep, cell), unit="options", bounded=f"CLIP-8/{cell.id}")

@@ -14,6 +14,7 @@ from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
+from conformance.sweeps.optimizer_calls import sweep as use_sweep
 from conformance.sweeps.optimizers import pair_sweep, sweep
 
 OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
@@ -99,6 +100,23 @@ def test_options_of_optimizers_do_not_disturb_each_other(measure: Measure, cell:
     state that they leave on full plain tensors after several steps, or refuse on all ranks.
     """
     require_no_wrong_result(measure(pair_sweep, cell), unit="options", bounded=f"OPT-4/{cell.id}")
+
+
+@law(
+    "OPT-5",
+    where="id = dp2-fp32-default-meta-even",
+    reference=OPTIM,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_optimizers_are_used_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:
+    """Any two ways to use an optimizer together MUST leave on DTensors the parameters and the state that they leave on
+    plain tensors, or be refused on all ranks.
+
+    Closures, hooks of all kinds, several groups and added ones, gradients that add up or are zeroed, states that are
+    saved and loaded, also from an old version, copies, and complex numbers.
+    """
+    require_no_wrong_result(measure(use_sweep, cell), unit="ways", bounded=f"OPT-5/{cell.id}")
 
 
 def _steps_taken_before(run: Run, cell: Cell) -> int:

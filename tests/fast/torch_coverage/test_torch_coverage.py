@@ -73,6 +73,22 @@ def test_a_reason_that_matches_nothing_is_refused() -> None:
         left_on_purpose([target], [Reason(places=["torch.optim.Gone"], reason="gone")])
 
 
+def test_a_pattern_of_code_leaves_the_branches_that_lead_there() -> None:
+    raising, other = (
+        Target("branch", "optim", "optim/sgd.py:sgd", f"line 3 -> {line}", False, code=f"if lr < 0: -> {code}")
+        for line, code in ((4, 'raise ValueError("lr")'), (5, "step()"))
+    )
+    parameter = Target("parameter", "optim", "torch.optim.SGD", "lr", False)
+    reason = Reason(places=["*"], code="* -> raise *", reason="test")
+    assert [*left_on_purpose([raising, other, parameter], [reason])] == [raising]
+
+
+def test_branches_have_the_code_of_their_lines() -> None:
+    codes = [target.code for target in targets(Seen()) if target.kind == "branch" and target.area == "clip_grad"]
+    assert all(" -> " in code for code in codes)
+    assert any(code.startswith("if error_if_nonfinite") and " -> raise RuntimeError" in code for code in codes)
+
+
 def test_missing_lines_name_what_was_used_instead() -> None:
     found = [
         Target("parameter", "optim", "torch.optim.SGD", "lr", True, "0.5"),
@@ -98,4 +114,6 @@ def test_another_trainer_has_no_coverage() -> None:
 
 def test_what_is_left_is_not_possible() -> None:
     reason = Reason(places=["nn/utils/clip_grad.py:*"], reason="test")
-    assert count(Seen(), [reason]).areas["clip_grad"].branches == Tally(0, 0)
+    area, whole = (count(Seen(), reasons).areas["clip_grad"] for reasons in ([reason], []))
+    assert area.branches == Tally(0, 0)
+    assert area.all_branches == whole.all_branches == whole.branches

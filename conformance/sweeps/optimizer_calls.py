@@ -1,0 +1,218 @@
+"""Ways to use an optimizer, any two together: closures, groups, hooks, saved states, copies, complex numbers.
+
+Every class of torch.optim takes steps on DTensors and on plain tensors, which must leave the same parameters and state.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.run.experiment import Needs
+from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.drawing import draw_of
+from conformance.sweeps.layouts import distributed, placed_shard
+from conformance.sweeps.optimizers import (
+    Numbers,
+    OptimizerSample,
+    Setting,
+    State,
+    implementations,
+    numbers_of,
+    optimizers,
+    quadratic,
+    sample_of,
+    settings_of,
+    state_faults,
+    state_of,
+)
+from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
+
+_CHANGED_AFTER = 0
+"""Step after which a group is added, and the optimizer goes on from its state."""
+_LATER_SWITCHES = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Options of groups that checkpoints of earlier versions of torch lack."""
+
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "closure": (False, True),
+    "groups": ("one", "two", "added later"),
+    "hooks": (False, True),
+    "restored": ("never", "into a new optimizer", "from an old checkpoint", "by copy"),
+    "zero_grad": ("never", "to none", "to zero"),
+    "gradients": ("of all", "not of the last"),
+    "numbers": ("real", "complex"),
+}
+"""Values of each option; the first is the default."""
+_OF_LINE_SEARCH: Mapping[str, tuple[Any, ...]] = {
+    "closure": (True,),
+    "groups": ("one",),
+    "zero_grad": ("never",),
+    "numbers": ("real",),
+}
+"""Values of an optimizer that evaluates the loss, and has one group of real numbers."""
+
+
+@experiment(needs=Needs.SHARDING, takes_share=True)
+def sweep(rank: RankWorld) -> Swept:
+    """Step with every optimizer and any two ways of use together, on even rows."""
+    trials, total = Trials(rank.mesh), Swept()
+    [setting] = [each for each in settings_of(trials.mesh) if each.kind == "even rows"]
+    names = {subject.partition("(")[0] for subject in rank.subjects}
+    for make in select_samples(optimizers(), lambda make: make.__name__, restricted_to=names):
+        if make is torch.optim.SparseAdam:  # it refuses dense gradients
+            continue
+        more = _OF_LINE_SEARCH if make is torch.optim.LBFGS else {}
+        options = {"implementation": implementations(make), **OPTIONS, **more, **_tensor_options(make)}
+        ended = partial(_ended, trials, setting, make)
+        rows = CoveringSweep(options, ended, make.__name__, 2, draw=draw_of(rank))
+        total.add(rows.swept(rank.subjects))
+    return total
+
+
+def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
+    betas = {"betas": tuple(map(torch.tensor, _betas(make).default))} if row.get("betas") == "tensors" else {}
+    sample = sample_of(make, row["implementation"], betas)
+    numbers = numbers_of(setting, sample, trials.mesh)
+    if row["numbers"] == "complex":
+        numbers = Numbers([*map(_complex, numbers.parameters)], [[*map(_complex, each)] for each in numbers.gradients])
+    return trials.ended(lambda mesh: _faults(sample, setting, numbers, row, mesh))
+
+
+def _tensor_options(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
+    """Return the option of an optimizer whose signature allows `betas` that are tensors."""
+    return {"betas": ("numbers", "tensors")} if "Tensor" in str(_betas(make).annotation) else {}
+
+
+def _betas(make: type[Optimizer]) -> inspect.Parameter:
+    absent = inspect.Parameter("betas", inspect.Parameter.KEYWORD_ONLY)
+    return inspect.signature(make).parameters.get("betas", absent)
+
+
+def _complex(real: Tensor) -> Tensor:
+    return torch.complex(real, -real.flip(0))
+
+
+def _faults(
+    sample: OptimizerSample, setting: Setting, numbers: Numbers, row: Options, mesh: DeviceMesh
+) -> dict[str, str]:
+    """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
+    places = [(mesh, at) for at in setting.layouts]
+    single = numbers.laid_out(placed_shard, places, places) if sample.is_elementwise else numbers
+    expected = _used(sample, single, row)
+    measured = _used(sample, numbers.laid_out(distributed, places, places), row)
+    layouts = [layout if sample.is_elementwise else None for layout in setting.layouts]
+    return state_faults(measured, expected, layouts, sample.bound or None)
+
+
+def _used(sample: OptimizerSample, numbers: Numbers, row: Options) -> State:
+    """Return parameters and state after all steps."""
+    parameters = [p.clone().requires_grad_() for p in numbers.parameters]
+    optimizer = _made(sample, row, parameters)
+    for step, gradients in enumerate(numbers.gradients):
+        evaluate = _loss_of(sample, row, parameters, gradients)
+        if row["closure"]:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+        if row["zero_grad"] != "never":
+            optimizer.zero_grad(set_to_none=row["zero_grad"] == "to none")
+        if step == _CHANGED_AFTER:
+            if row["groups"] == "added later" and parameters[1:]:
+                optimizer.add_param_group({"params": parameters[1:], "lr": sample.options["lr"] / 2})
+            parameters, optimizer = _restored(sample, row, parameters, optimizer)
+    return dict(state_of(optimizer, parameters))
+
+
+def _loss_of(
+    sample: OptimizerSample, row: Options, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Callable[[], float]:
+    """Return a function that adds to the gradients of parameters, as backward does."""
+    if sample.is_line_search:
+        return partial(quadratic, parameters, gradients)
+
+    def add() -> float:
+        count = len(parameters) - (row["gradients"] == "not of the last")
+        for p, gradient in zip(parameters[: max(1, count)], gradients, strict=False):
+            p.grad = gradient.clone() if p.grad is None else p.grad + gradient
+        return 0.0
+
+    return add
+
+
+def _made(sample: OptimizerSample, row: Options, parameters: Sequence[Tensor]) -> Optimizer:
+    groups: list[Any] = [*parameters]
+    if row["groups"] == "two":
+        groups = [{"params": [p], "lr": sample.options["lr"] / (index + 1)} for index, p in enumerate(parameters)]
+    elif row["groups"] == "added later":
+        groups = [parameters[0]]
+    optimizer = sample.make(groups, **sample.options)
+    if row["hooks"]:
+        _hook(optimizer)
+    return optimizer
+
+
+def _hook(optimizer: Optimizer) -> None:
+    """Register a hook of each kind: gradients, parameters, and rates that are saved and loaded change."""
+    optimizer.register_step_pre_hook(lambda each, _args, _kwargs: _multiply_gradients(each))
+    optimizer.register_step_post_hook(lambda each, _args, _kwargs: _negate_parameters(each))
+    optimizer.register_state_dict_pre_hook(_multiply_gradients, prepend=True)
+    optimizer.register_state_dict_post_hook(lambda _each, state: _with_rates(state, 4.0), prepend=True)
+    optimizer.register_load_state_dict_pre_hook(lambda _each, state: _with_rates(state, 0.5), prepend=True)
+    optimizer.register_load_state_dict_post_hook(_negate_parameters, prepend=True)
+
+
+def _multiply_gradients(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad = p.grad * 2
+
+
+def _negate_parameters(optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.neg_()
+
+
+def _with_rates(state: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {**state, "param_groups": [{**group, "lr": group["lr"] * factor} for group in state["param_groups"]]}
+
+
+def _restored(
+    sample: OptimizerSample, row: Options, parameters: list[Tensor], optimizer: Optimizer
+) -> tuple[list[Tensor], Optimizer]:
+    """Return the optimizer that goes on, and its parameters."""
+    match row["restored"]:
+        case "never":
+            return parameters, optimizer
+        case "by copy":
+            copied: tuple[list[Tensor], Optimizer] = copy.deepcopy((parameters, optimizer))
+            return copied
+    state = copy.deepcopy(optimizer.state_dict())
+    if row["restored"] == "from an old checkpoint":
+        _make_old(state)
+    made = _made(sample, row, parameters)
+    if row["groups"] == "added later" and parameters[1:]:
+        made.add_param_group({"params": parameters[1:]})
+    made.load_state_dict(state)
+    return parameters, made
+
+
+def _make_old(state: dict[str, Any]) -> None:
+    """Change a state to one of an earlier version of torch: steps are numbers, and groups have fewer options."""
+    for group in state["param_groups"]:
+        for name in _LATER_SWITCHES:
+            group.pop(name, None)
+    for kept in state["state"].values():
+        for name in ("step", "eta", "mu"):
+            if isinstance(kept.get(name), Tensor):
+                kept[name] = kept[name].item()
