@@ -97,8 +97,7 @@ def covering_rows(
     missing = wanted - seen(given, axes, strength)
     builder = _Builder(constraints, missing, cost, equal_weights=until < 1)
     left = math.floor((1 - until) * len(wanted))
-    old = [values for row in kept if len(values := constraints.space.values(row)) == len(axes)]
-    old = [values for values in old if constraints.allow(values)]
+    old = constraints.complete_rows(kept)
     rows = builder.completed(old, left, keep=True) if old else builder.array(rounds, left=left)
     return [constraints.space.row(row) for row in rows]
 

@@ -179,7 +179,9 @@ class Matrix:
         """Return the cells on which a law holds, also one of any trainer; none for an unknown law."""
         if law in self.trainer_scopes:
             return [cell for cell in TRAINER_CELLS if self.trainer_scopes[law].holds(cell)]
-        return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
+        if law not in self.scopes:
+            return []
+        return [cell for cell in self.cells.values() if self.scopes[law].holds(cell)]
 
     def laws_on(self, cell: Cell) -> list[str]:
         """Return the ids of the laws that hold on a cell, in order."""
@@ -201,7 +203,7 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
     planned, calibration_s = locked_cells(path, content), reference_calibration_s(path)
     matrix = Matrix(content, planned, scopes, trainer_scopes, calibration_s=calibration_s)
     for name in matrix.profiles:
-        if not matrix.cases(name):
+        if not any(map(matrix.laws_on, matrix.profile_cells(name))):
             message = f"profile `{name}` selects nothing: name other sections, or widen `cells`"
             raise document.error(f"$.profiles.{name}", message)
     return matrix

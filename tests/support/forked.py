@@ -99,7 +99,7 @@ def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, 
     if RANK_SERVERS_VARIABLE in environment:
         from tests.support import warm_servers
 
-        warm_servers.used().start()
+        warm_servers.use()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(_status(module))
 

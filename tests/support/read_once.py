@@ -1,0 +1,43 @@
+"""Files of the project that sessions read, read once for all sessions that are forked from a process."""
+
+from pathlib import Path
+from typing import Any
+
+from conformance.judge import waivers
+from conformance.judge.waivers import Waiver
+from conformance.plan import matrix as matrices
+from conformance.plan.coverage import coverage
+from conformance.plan.lock import lock_file
+from conformance.plan.matrix import Matrix
+from conformance.project import data_file
+
+_load_matrix, _load_waivers = matrices.load_matrix, waivers.load_waivers
+_known: dict[tuple[object, ...], Any] = {}
+
+
+def read() -> None:
+    """Read the project's files, and have sessions use what was read, also for copies, while the content is the same.
+
+    Modules that are imported later find the functions below in place of those that read each time.
+    """
+    matrices.load_matrix, waivers.load_waivers = load_matrix, load_waivers
+    matrix = load_matrix(data_file("matrix.yaml"))
+    coverage(matrix, matrix.profile_cells("nightly"))
+    load_waivers(data_file("waivers.yaml"), matrix)
+
+
+def load_matrix(file: Path, **options: Any) -> Matrix:
+    """Return the matrix of a file."""
+    contents = [each.read_bytes() if each.is_file() else b"" for each in (file, lock_file(file))]
+    key = (*contents, *options.items())
+    if key not in _known:
+        _known[key] = _load_matrix(file, **options)
+    return _known[key]  # type: ignore[no-any-return]
+
+
+def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
+    """Return the waivers of a file."""
+    key = (file.read_bytes(), matrix)
+    if key not in _known:
+        _known[key] = _load_waivers(file, matrix)
+    return _known[key]  # type: ignore[no-any-return]
