@@ -37,6 +37,7 @@ _READ_AT_START = (*LATCHED_PREFIXES, "LD_", "PYTHON")
 """Variables that are read when Python starts or modules are imported; with other values a server is started."""
 _ADDED = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch adds when its compiler is imported, with the value that it would take by default."""
+_SHARED_VARIABLE = "TESTS_WARM_SERVER"
 _REQUEST_BYTES, _MAX_FILES = 1 << 18, 4
 _LIMIT_S = 60.0
 
@@ -130,8 +131,13 @@ def _forked(program: str, environment: Mapping[str, str], files: list[tuple[int,
 
 
 def address() -> str:
-    """Return the address of the process that forks servers for this process, or for the one that has started it."""
-    return os.environ.get(RANK_SERVERS_VARIABLE) or _started()
+    """Return the address of the process that forks for this process, or for the one that has started it."""
+    return os.environ.get(RANK_SERVERS_VARIABLE) or os.environ.get(_SHARED_VARIABLE) or _started()
+
+
+def share() -> None:
+    """Start a process that forks for this process and for all that this one starts."""
+    os.environ[_SHARED_VARIABLE] = address()
 
 
 @cache
