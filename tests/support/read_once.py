@@ -28,8 +28,7 @@ def read() -> None:
 
 def load_matrix(file: Path, **options: Any) -> Matrix:
     """Return the matrix of a file."""
-    contents = [each.read_bytes() if each.is_file() else b"" for each in (file, lock_file(file))]
-    key = (*contents, *options.items())
+    key = (_content(file), _content(lock_file(file)), *options.items())
     if key not in _known:
         _known[key] = _load_matrix(file, **options)
     return _known[key]  # type: ignore[no-any-return]
@@ -37,7 +36,11 @@ def load_matrix(file: Path, **options: Any) -> Matrix:
 
 def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     """Return the waivers of a file."""
-    key = (file.read_bytes(), matrix)
+    key = (_content(file), matrix)
     if key not in _known:
         _known[key] = _load_waivers(file, matrix)
     return _known[key]  # type: ignore[no-any-return]
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
