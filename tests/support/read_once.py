@@ -16,7 +16,7 @@ _known: dict[tuple[object, ...], Any] = {}
 
 
 def read() -> None:
-    """Read the project's files, and have sessions use what was read, also for copies, while the content is the same.
+    """Read the project's files for sessions, which read again only files with another content.
 
     Modules that are imported later find the functions below in place of those that read each time.
     """
