@@ -108,7 +108,8 @@ class Combinations:
     def uses(self) -> NDArray[np.int64]:
         """Number of combinations that have each value."""
         along = [tuple(other for other in range(self.strength) if other != own) for own in range(self.strength)]
-        return np.sum([np.count_nonzero(self.members, axis=others) for others in along], axis=0)
+        uses: NDArray[np.int64] = np.sum([self.members.sum(axis=others) for others in along], axis=0)
+        return uses
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.members))
