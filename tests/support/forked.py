@@ -52,7 +52,9 @@ def start(
 ) -> BaseProcess:
     """Start `python -m MODULE ARGUMENTS` with its output in files, which may be the same file."""
     process: BaseProcess = context().Process(
-        target=_become, args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err))
+        target=_become,
+        args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err)),
+        name="MainProcess",  # as in a program that is started
     )
     process.start()
     return process
