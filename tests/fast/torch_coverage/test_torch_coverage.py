@@ -5,6 +5,7 @@ import pytest
 from conformance.plan.coverage import Tally
 from conformance.report.torch_coverage import missing_lines
 from conformance.torch_coverage import branches
+from conformance.torch_coverage.areas import area_of_files
 from conformance.torch_coverage.branches import functions, require_coverage
 from conformance.torch_coverage.counting import count, targets
 from conformance.torch_coverage.interfaces import described, interfaces, is_default
@@ -19,7 +20,7 @@ CLIP_FILE = "nn/utils/clip_grad.py"
 @pytest.fixture
 def one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Analyse the branches of one file of torch: all files take seconds of a processor."""
-    assert branches.area_of_files()[CLIP_FILE] == "clip_grad"
+    assert area_of_files()[CLIP_FILE] == "clip_grad"
     monkeypatch.setattr(branches, "area_of_files", lambda: {CLIP_FILE: "clip_grad"})
 
 
