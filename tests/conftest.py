@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help=f"keep how long files took in {DURATIONS.name}")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers fork processes from one that has torch, which loads it while they collect."""
+    if config.getoption("numprocesses", None):
+        warm_servers.share()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort long files first, so that with `--no-loadscope-reorder` no worker starts one of them at the end."""
     seconds = json.loads(DURATIONS.read_text())

@@ -104,6 +104,13 @@ class Combinations:
         """Number of values of a combination."""
         return self.members.ndim
 
+    @cached_property
+    def uses(self) -> NDArray[np.int64]:
+        """Number of combinations that have each value."""
+        along = [tuple(other for other in range(self.strength) if other != own) for own in range(self.strength)]
+        uses: NDArray[np.int64] = np.sum([self.members.sum(axis=others) for others in along], axis=0)
+        return uses
+
     def __len__(self) -> int:
         return int(np.count_nonzero(self.members))
 
@@ -149,6 +156,11 @@ class Constraints:
         """Return whether values contain no nogood."""
         chosen = bits(values)
         return all(self.join(value, chosen) for value in numbers(chosen))
+
+    def complete_rows(self, rows: Iterable[Row]) -> list[Values]:
+        """Return the values of the rows that have one of each axis and contain no nogood."""
+        numbered = map(self.space.values, rows)
+        return [values for values in numbered if len(values) == len(self.space.axes) and self.allow(values)]
 
     def join(self, value: int, chosen: int) -> bool:
         """Return True if no nogood consists of this value and chosen ones."""
@@ -237,26 +249,28 @@ def _nogoods(space: Space, rule: Rule) -> list[Values]:
     return [values for values in itertools.product(*options) if rule.forbids(space.row(values))]
 
 
-def learn_possible(constraints: Constraints, strength: int) -> Combinations:
+def learn_possible(constraints: Constraints, strength: int, rows: Collection[Values] = ()) -> Combinations:
     """Return the combinations of `strength` values that a row can have; the impossible ones become nogoods.
 
     Exact. A combination is impossible if it contains an impossible one of fewer values. Each row that the search meets
-    proves all its combinations possible, so that few of the rest need a separate search.
+    proves all its combinations possible, as do `rows`, which have no nogood, so that few need a separate search.
     """
     space = constraints.space
     members = space.combinations(strength)
     if strength > 1:
-        smaller = learn_possible(constraints, strength - 1).members
+        smaller = learn_possible(constraints, strength - 1, rows).members
         for left_out in range(strength):
             members &= np.expand_dims(smaller, left_out)
     undecided = symmetric(members)
+    for row in rows:
+        undecided[np.ix_(*[row] * strength)] = False
 
     def most_undecided(chosen: Values, left: int) -> Values:
         options = constraints.fewest(chosen, left)
         gained = gains(undecided, options, chosen)
         return tuple(options[index] for index in np.argsort(-gained, kind="stable"))
 
-    for values in map(tuple, np.argwhere(members).tolist()):
+    for values in map(tuple, np.argwhere(members & undecided).tolist()):
         if not undecided[values]:
             continue
         row = constraints.complete(values, most_undecided) if constraints.allow(values) else ()

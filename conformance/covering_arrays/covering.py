@@ -93,12 +93,11 @@ def covering_rows(
     if not 0 <= until <= 1:
         raise ValueError(f"until = {until}: give a share of the combinations, from 0 to 1")
     constraints = Constraints(Space(axes), rules)
-    wanted = learn_possible(constraints, strength)
+    old = constraints.complete_rows(kept)
+    wanted = learn_possible(constraints, strength, old)
     missing = wanted - seen(given, axes, strength)
     builder = _Builder(constraints, missing, cost, equal_weights=until < 1)
     left = math.floor((1 - until) * len(wanted))
-    old = [values for row in kept if len(values := constraints.space.values(row)) == len(axes)]
-    old = [values for values in old if constraints.allow(values)]
     rows = builder.completed(old, left, keep=True) if old else builder.array(rounds, left=left)
     return [constraints.space.row(row) for row in rows]
 

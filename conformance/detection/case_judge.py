@@ -15,8 +15,8 @@ from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, load_waivers
 from conformance.numerics.arithmetic import OWN, Arithmetic
+from conformance.plan.content import compiled
 from conformance.plan.matrix import Case, Matrix, load_matrix
-from conformance.plan.selection import parse
 from conformance.project import data_file
 from conformance.run.devices.hardware import NO_DEVICES, Hardware, find_hardware
 from conformance.run.devices.nvml import machine_devices
@@ -92,10 +92,11 @@ class CaseJudge:
 
         A law of any trainer judges `trainer`, on the cells of the profile `trainers`.
         """
-        cases = the_matrix().cases(self.profile, only=parse(selection))
+        selected = compiled(selection)
+        cases = the_matrix().cases(self.profile, only=selected)
         if only is None:
             return list(cases)
-        trainer_cases = the_matrix().trainer_cases(self.trainer, only=parse(selection))
+        trainer_cases = the_matrix().trainer_cases(self.trainer, only=selected)
         return [case for case in (*cases, *trainer_cases) if case.law in only]
 
     def cases_of(self, selection: str, laws: Sequence[str]) -> list[Case]:
@@ -107,7 +108,7 @@ class CaseJudge:
 
     def _first_case(self, law: str, selection: str) -> list[Case]:
         """Return the first case of the law on the selected cells of any profile, as a list, which is empty if none."""
-        holds, matrix = parse(selection), the_matrix()
+        holds, matrix = compiled(selection), the_matrix()
         cells = (each.cell for each in matrix.planned if holds(each.cell) and law in matrix.laws_on(each.cell))
         return [Case(law, cell) for cell in itertools.islice(cells, 1)]
 

@@ -163,7 +163,7 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     that apply to the same case.
     """
     waivers = convert(load(file), Waivers).waivers
-    cells = {w.law: matrix.cells_of(w.law) for w in waivers}
+    cells = {law: matrix.cells_of(law) for law in {waiver.law for waiver in waivers}}
     for waiver in waivers:
         if (waiver.law in matrix.trainer_scopes) != (waiver.trainer is not None):
             raise UsageError(

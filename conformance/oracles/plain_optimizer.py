@@ -68,8 +68,8 @@ def _updated(
         loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items() if name in tensors}
         if not loaded:  # it is frozen
             continue
-        counter = {"step": torch.tensor(float(start.steps_taken.get(name, 0)))} if config.optimizer.name == "adamw" else {}
-        optimizer.state[p] = counter | loaded
+        steps = torch.tensor(float(start.steps_taken.get(name, 0)))
+        optimizer.state[p] = ({"step": steps} if config.optimizer.name == "adamw" else {}) | loaded
     for step, step_gradients in gradients.items():
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)

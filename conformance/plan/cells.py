@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -341,6 +341,10 @@ def axis_value(name: str, value: object) -> AxisValue:
 
     Raises AxisError, with the allowed ones, for an unknown axis or value.
     """
+    return _checked_once(name, value) if isinstance(value, AxisValue) else _checked(name, value)
+
+
+def _checked(name: str, value: object) -> AxisValue:
     if name not in _AXES:
         raise AxisError(f"unknown axis `{name}`{allowed(name, _AXES)}")
     type_ = _AXES[name].type
@@ -351,6 +355,10 @@ def axis_value(name: str, value: object) -> AxisValue:
     if name == "mesh" or (name == "saved_on" and checked not in ("none", "same")):
         Mesh.parse(str(checked))
     return checked
+
+
+_checked_once = lru_cache(maxsize=None, typed=True)(_checked)
+"""Check of a value that can be the key of a cache; `True` and `1` are different keys."""
 
 
 def cell_from_axes(axes: Mapping[str, object]) -> Cell:
@@ -385,6 +393,7 @@ def _id_pattern() -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+@cache
 def _tags_of_choices(name: str) -> dict[str, AxisValue]:
     """Values of an axis that lists them, or is a bool, by the tags that stand for them in ids."""
     choices = axis_choices(name) or (False, True)

@@ -8,13 +8,13 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import msgspec
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from conformance.covering_arrays.combinations import Combinations, Space, possible, seen
+from conformance.covering_arrays.combinations import Combinations, Constraints, Space, learn_possible, possible, seen
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_value
 from conformance.plan.content import Content, Exclusion
 from conformance.plan.matrix import Matrix
@@ -117,9 +117,9 @@ class Covered:
         return Tally(*(_count_among(each, values) for each in (self.seen, self.possible)))
 
     def _with(self, axis: str) -> Tally:
-        """Count combinations with a value of an axis: all but those of the other axes' values."""
-        others = [number for number, owner in enumerate(self.possible.space.owners) if owner != axis]
-        return Tally(*(len(each) - _count_among(each, others) for each in (self.seen, self.possible)))
+        """Count combinations with a value of an axis; none has two of them."""
+        values = [number for number, owner in enumerate(self.possible.space.owners) if owner == axis]
+        return Tally(*(int(each.uses[values].sum()) for each in (self.seen, self.possible)))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def coverage(matrix: Matrix, cells: Sequence[Cell], *, judged: Container[tuple[s
     if not cells:
         return Coverage(pairs=_NOTHING, triples=_NOTHING, laws={})
     laws = laws_on(matrix, cells, judged=judged)
-    pairs, triples = (covered(matrix.content, on_numbers(matrix, laws), strength) for strength in (2, 3))
+    numeric = on_numbers(matrix, laws)
+    pairs, triples = (_seen(allowed, numeric) for allowed in _possible_pairs_and_triples(matrix))
     facts = {cell: cell.facts() for cell in laws}
     coverage_by_law = {
         law: _law_coverage(scope, facts, [cell for cell in laws if law in laws[cell]], pairs)
@@ -159,6 +160,15 @@ def laws_on(
 def on_numbers(matrix: Matrix, laws: Mapping[Cell, Iterable[str]]) -> list[Cell]:
     """Return the cells, given with their laws, that have a law on numbers."""
     return [cell for cell, holding in laws.items() if any(matrix.scopes[law].numbers for law in holding)]
+
+
+@cache
+def _possible_pairs_and_triples(matrix: Matrix) -> list[Combinations]:
+    """Return the possible combinations of two and of three values; the cells of the matrix have most of them."""
+    axes = _axes(matrix.content)
+    constraints = Constraints(Space(axes), matrix.content.rules(axes))
+    known = constraints.complete_rows(map(asdict, matrix.cells.values()))
+    return [learn_possible(constraints, strength, known) for strength in (2, 3)]
 
 
 def covered(content: Content, cells: Iterable[Cell], strength: int) -> Covered:

@@ -60,7 +60,7 @@ class Matrix:
         self.trainer_scopes = dict(trainer_scopes)
         """Scopes of the laws of any trainer, by id."""
         self._laws: dict[Cell, list[str]] = {}
-        self._cases: dict[tuple[str, float | None], tuple[Case, ...]] = {}
+        self._cases: dict[tuple[str, float | None], dict[Cell, tuple[Case, ...]]] = {}
 
     @property
     def profiles(self) -> dict[str, Profile]:
@@ -166,20 +166,20 @@ class Matrix:
         """
         if (profile, budget_s) not in self._cases:
             cells = self.profile_cells(profile, budget_s=budget_s)
-            self._cases[profile, budget_s] = tuple(case for cell in cells for case in self.cases_on(cell))
-        cases = self._cases[profile, budget_s]
-        if only is not None:
-            selected = {cell for cell in dict.fromkeys(case.cell for case in cases) if only(cell)}
-            cases = tuple(case for case in cases if case.cell in selected)
+            self._cases[profile, budget_s] = {cell: self.cases_on(cell) for cell in cells}
+        by_cell = self._cases[profile, budget_s]
+        cases = [case for cell in by_cell if only is None or only(cell) for case in by_cell[cell]]
         if seed:
             return tuple(Case(case.law, case.cell.but(seed=case.cell.seed + seed)) for case in cases)
-        return cases
+        return tuple(cases)
 
     def cells_of(self, law: str) -> list[Cell]:
         """Return the cells on which a law holds, also one of any trainer; none for an unknown law."""
         if law in self.trainer_scopes:
             return [cell for cell in TRAINER_CELLS if self.trainer_scopes[law].holds(cell)]
-        return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
+        if law not in self.scopes:
+            return []
+        return [cell for cell in self.cells.values() if self.scopes[law].holds(cell)]
 
     def laws_on(self, cell: Cell) -> list[str]:
         """Return the ids of the laws that hold on a cell, in order."""
@@ -201,7 +201,7 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
     planned, calibration_s = locked_cells(path, content), reference_calibration_s(path)
     matrix = Matrix(content, planned, scopes, trainer_scopes, calibration_s=calibration_s)
     for name in matrix.profiles:
-        if not matrix.cases(name):
+        if not any(map(matrix.laws_on, matrix.profile_cells(name))):
             message = f"profile `{name}` selects nothing: name other sections, or widen `cells`"
             raise document.error(f"$.profiles.{name}", message)
     return matrix

@@ -169,12 +169,16 @@ def in_order(law: str) -> tuple[bool, str, int]:
     return family != "ENV", family, int(number)
 
 
-@cache
 def declared_scopes(directory: Path, *, of: Trainers = "reference trainer") -> dict[str, Scope]:
     """Return the scopes of the laws of these trainers that tests in a directory declare, by id of the law, in order.
 
     Raises ValueError for a law that is declared twice, or otherwise than by literals.
     """
+    return {law: each for law, each in _scopes(directory).items() if each.of == of}
+
+
+@cache
+def _scopes(directory: Path) -> dict[str, Scope]:
     scopes: dict[str, Scope] = {}
     for file in test_files(directory):
         for call in _declarations(ast.parse(file.read_text())):
@@ -182,7 +186,7 @@ def declared_scopes(directory: Path, *, of: Trainers = "reference trainer") -> d
             if declared.law in scopes:
                 raise ValueError(f"{file.name}:{call.lineno}: law {declared.law} is declared twice")
             scopes[declared.law] = declared
-    return {law: scopes[law] for law in sorted(scopes, key=in_order) if scopes[law].of == of}
+    return {law: scopes[law] for law in sorted(scopes, key=in_order)}
 
 
 def _declarations(module: ast.Module) -> Iterator[ast.Call]:

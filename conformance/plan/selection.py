@@ -5,6 +5,7 @@ Cells: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`; a word that st
 """
 
 import difflib
+import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -146,13 +147,16 @@ class _Mistake(Exception):
 
 @lark.v_args(inline=True)
 class _Compiler(lark.Transformer[lark.Token, Predicate]):
-    """Compiler of each rule of the grammar into a predicate."""
+    """Compiler of each rule of the grammar into a predicate.
+
+    Predicates look up facts by plain strings: tokens compare slowly.
+    """
 
     def either(self, *operands: Predicate) -> Predicate:
-        return lambda facts: any(holds(facts) for holds in operands)
+        return functools.reduce(lambda left, right: lambda facts: left(facts) or right(facts), operands)
 
     def both(self, *operands: Predicate) -> Predicate:
-        return lambda facts: all(holds(facts) for holds in operands)
+        return functools.reduce(lambda left, right: lambda facts: left(facts) and right(facts), operands)
 
     def negate(self, holds: Predicate) -> Predicate:
         return lambda facts: not holds(facts)
@@ -162,19 +166,20 @@ class _Compiler(lark.Transformer[lark.Token, Predicate]):
             return _ordered(name, sign, word)
         if sign == "=" and "*" in word:
             return _matching(name, word)
-        holds, expected = _EQUALITIES[sign], _value(name, word)
-        return lambda facts: holds(facts[name], expected)
+        holds, fact, expected = _EQUALITIES[sign], str(name), _value(name, word)
+        return lambda facts: holds(facts[fact], expected)
 
     def has_id(self, word: lark.Token) -> Predicate:
         _require_id(word)
-        return lambda facts: fnmatchcase(str(facts["id"]), word)
+        pattern = str(word)
+        return lambda facts: fnmatchcase(str(facts["id"]), pattern)
 
     def words(self, *words: lark.Token) -> tuple[lark.Token, ...]:
         return words
 
     def is_in(self, name: lark.Token, words: tuple[lark.Token, ...]) -> Predicate:
-        values = tuple(_value(name, word) for word in words)
-        return lambda facts: facts[name] in values
+        fact, values = str(name), tuple(_value(name, word) for word in words)
+        return lambda facts: facts[fact] in values
 
     def is_not_in(self, name: lark.Token, words: tuple[lark.Token, ...]) -> Predicate:
         return self.negate(self.is_in(name, words))
@@ -203,8 +208,8 @@ def _has_value(axis: str, value: object) -> bool:
 def _ordered(name: lark.Token, sign: lark.Token, word: lark.Token) -> Predicate:
     if _type(name) not in (int, float):
         raise _Mistake(sign, f"`{name}` is not a number and has no order; use =, != or in (...)")
-    holds, bound = _ORDERS[sign], _literal(name, word)
-    return lambda facts: holds(facts[name], bound)
+    holds, fact, bound = _ORDERS[sign], str(name), _literal(name, word)
+    return lambda facts: holds(facts[fact], bound)
 
 
 def _matching(name: lark.Token, pattern: lark.Token) -> Predicate:
@@ -213,7 +218,8 @@ def _matching(name: lark.Token, pattern: lark.Token) -> Predicate:
     choices = [str(choice) for choice in axis_choices(name)]
     if choices and not any(fnmatchcase(choice, pattern) for choice in choices):
         raise _Mistake(pattern, f"`{pattern}` matches no value of `{name}`{allowed(pattern, choices)}")
-    return lambda facts: fnmatchcase(str(facts[name]), pattern)
+    fact, text = str(name), str(pattern)
+    return lambda facts: fnmatchcase(str(facts[fact]), text)
 
 
 def _value(name: lark.Token, word: lark.Token) -> AxisValue:

@@ -52,7 +52,9 @@ def start(
 ) -> BaseProcess:
     """Start `python -m MODULE ARGUMENTS` with its output in files, which may be the same file."""
     process: BaseProcess = context().Process(
-        target=_become, args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err))
+        target=_become,
+        args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err)),
+        name="MainProcess",  # as in a program that is started
     )
     process.start()
     return process
@@ -99,7 +101,7 @@ def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, 
     if RANK_SERVERS_VARIABLE in environment:
         from tests.support import warm_servers
 
-        warm_servers.used().start()
+        warm_servers.use()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(_status(module))
 

@@ -11,4 +11,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and RANK_SERVERS_VARIABLE in os.environ:
         from tests.support import warm_servers
 
-        warm_servers.used().start()
+        warm_servers.use()

@@ -1,13 +1,22 @@
-"""Scripts on the simulated device whose lines have marks, to search races in."""
+"""Scripts on the simulated device whose lines have marks, to search races in.
+
+Their processes are forked with torch loaded, whose import would take longest; the script gives them the device.
+"""
 
 import os
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-from conformance.project import PROJECT
 from conformance.sim.recorded import Place
+from conformance.sim_runs.races import runs
 from conformance.sim_runs.races.exploring import explore
 from conformance.sim_runs.races.findings import Exploration, Pair
+from tests.support import forked
 
 LIMIT_S = 120.0
 HEAD = """
@@ -38,9 +47,10 @@ class Script:
         self.file.write_text(HEAD + source + (CALLS if "CASES" in source else ""))
 
     def explore(self, schedules: int) -> Exploration:
-        command = [sys.executable, str(self.file)]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-        return explore(command, schedules, environment=environment, limit_s=LIMIT_S)
+        forking = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedScript})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with patch.object(runs, "subprocess", forking):
+            return explore([sys.executable, str(self.file)], schedules, environment=environment, limit_s=LIMIT_S)
 
     def mark(self, place: Place | None) -> str:
         """Return the comment of a line."""
@@ -50,3 +60,20 @@ class Script:
 
     def marks(self, pair: Pair) -> tuple[str, ...]:
         return self.mark(pair.first.program), self.mark(pair.second.program)
+
+
+class _ForkedScript:
+    """Forked process of a script, with the part of `subprocess.Popen` that a run uses."""
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
+        script, output = Path(command[1]), Path(stdout.name)
+        self._process = forked.start(script.stem, (), cwd=script.parent, environment=env, out=output, err=output)
+        self.pid = self._process.pid
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Return the exit status, negative for a signal, or kill the process if it is late."""
+        self._process.join(limit_s)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise subprocess.TimeoutExpired(self._process.name, limit_s)
+        return self._process.exitcode

@@ -8,20 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import msgspec
 import psutil
 import pytest
 
-from conformance.plan.lock import lock_file
-from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
-from conformance.pytest_plugin import setup
 from conformance.report.schema import Report
 from tests.support import forked, warm_servers
 
@@ -131,20 +126,10 @@ def _finish_together(sessions: Sequence[tuple[Path, Sequence[str]]], results: Pa
     for directory, arguments in sessions:
         os.chdir(directory)
         out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), patch.object(setup, "load_matrix", _read_once):
+        with redirect_stdout(out), redirect_stderr(err):
             status = pytest.main(["-p", "no:hypothesispytest", *arguments])
         ended.append(Printed(int(status), out.getvalue(), err.getvalue()))
     results.write_text(json.dumps(ended))
-
-
-def _read_once(file: Path) -> Matrix:
-    """Return a matrix, which the sessions of a process read once as long as its files stay as they are."""
-    return _matrix(file, *(each.read_bytes() if each.is_file() else b"" for each in (file, lock_file(file))))
-
-
-@cache
-def _matrix(file: Path, _content: bytes, _lock: bytes) -> Matrix:
-    return load_matrix(file)
 
 
 def watch(
@@ -161,7 +146,7 @@ def watch(
         done = act(process)
         assert done or not has_ended, "the session ended before the point to act on"
         seen.update(process.children(recursive=True))
-        time.sleep(0.01)
+        time.sleep(0.05)  # looking takes milliseconds of a processor
     return frozenset(seen)
 
 

@@ -1,10 +1,11 @@
-"""Rank servers that are forked from a process which has their modules, whose import takes seconds of a processor.
+"""Rank servers, and xdist's workers, forked from a process with their modules, whose import takes seconds.
 
-Most files of tests that use ranks, and all sessions that tests start, have a rank server of their own. A forked one has
-the program, environment, working directory and import path of one that is started; `tests/ranks/run/test_pool.py`, and
-sessions in processes of their own, have servers that are started.
+Most files of tests that use ranks, and all sessions that tests start, have a rank server of their own. A forked process
+has the program, environment, working directory and import path of one that is started, and a worker the variables of a
+rank server; `tests/ranks/run/test_pool.py`, and sessions in processes of their own, have processes that are started.
 """
 
+import atexit
 import os
 import select
 import shutil
@@ -14,79 +15,129 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 import msgspec
+from execnet import gateway_io
 
+from conformance.defects.catalogue import defects
 from conformance.project import PROJECT
 from conformance.run.pool import LATCHED_PREFIXES
 from conformance.run.ranks import client
 from conformance.run.ranks.preload import EXPERIMENTS, SUBJECTS, preload
+from tests.support import read_once
 from tests.support.forked import RANK_SERVERS_VARIABLE, freeze
 
 _READ_AT_START = (*LATCHED_PREFIXES, "LD_", "PYTHON")
 """Variables that are read when Python starts or modules are imported; with other values a server is started."""
 _ADDED = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch adds when its compiler is imported, with the value that it would take by default."""
-_REQUEST_BYTES = 1 << 18
+_SHARED_VARIABLE = "TESTS_WARM_SERVER"
+_REQUEST_BYTES, _MAX_FILES = 1 << 18, 4
 _LIMIT_S = 60.0
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Rank server to fork: its program, which finds the socket to its owner at a number, and its surroundings."""
+    """Process to fork: its program, the numbers at which it has the files that are sent along, and its surroundings."""
 
     program: str
-    control_fd: int
+    numbers: list[int]
     directory: str
     environment: dict[str, str]
 
 
-class ForkedServer:
-    """Forked rank server, with the part of `subprocess.Popen` that `ServerProcess` uses."""
+class ForkedProcess:
+    """Forked process, with the part of `subprocess.Popen` that its owners use."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
 
     def wait(self, timeout: float = _LIMIT_S) -> None:
-        """Wait for the server's end; raises subprocess.TimeoutExpired."""
+        """Wait for the end of the process; raises subprocess.TimeoutExpired."""
         if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("rank server", timeout)
+            raise subprocess.TimeoutExpired("forked process", timeout)
 
     def kill(self) -> None:
-        """Kill the server."""
+        """Kill the process."""
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def __del__(self) -> None:
         os.close(self._pidfd)
 
 
-def used() -> Any:
-    """Return a context, which need not end, in which pools of this process fork their rank servers."""
-    return patch.object(client, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": _popen}))
+@contextmanager
+def used() -> Iterator[None]:
+    """Open a context in which pools of this process fork their rank servers, and xdist its workers."""
+    with ExitStack() as stack:
+        for change in _changes():
+            stack.enter_context(change)
+        yield
 
 
-def _popen(
+def use() -> None:
+    """Have pools fork their rank servers, and xdist its workers, until this process ends."""
+    for change in _changes():
+        change.start()
+
+
+def _changes() -> list[Any]:
+    forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": _server})
+    return [patch.object(client, "subprocess", forking), patch.object(gateway_io.Popen2IOMaster, "__init__", _worker)]
+
+
+def _server(
     command: list[str], *, pass_fds: list[int], env: Mapping[str, str], stdout: Any, **options: Any
-) -> ForkedServer | subprocess.Popen[bytes]:
-    request = Request(command[-1], pass_fds[0], directory=os.getcwd(), environment=dict(env))
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    with open(os.devnull) as nothing:
+        log, control = stdout.fileno(), pass_fds[0]
+        process = _forked(command[-1], env, [(nothing.fileno(), 0), (log, 1), (log, 2), (control, control)])
+    return process or subprocess.Popen(command, pass_fds=pass_fds, env=env, stdout=stdout, **options)
+
+
+_start_worker = gateway_io.Popen2IOMaster.__init__
+
+
+def _worker(self: Any, command: list[str], execmodel: Any) -> None:
+    """Give xdist a worker that is forked, in place of `Popen2IOMaster.__init__` of execnet."""
+    its_input, tasks = os.pipe()
+    results, its_output = os.pipe()
+    self.popen = _forked(command[-1], client._server_environment(), [(its_input, 0), (its_output, 1), (2, 2)])
+    os.close(its_input)
+    os.close(its_output)
+    files = os.fdopen(tasks, "wb"), os.fdopen(results, "rb")
+    if self.popen is not None:
+        super(gateway_io.Popen2IOMaster, self).__init__(*files, execmodel=execmodel)
+        return
+    for file in files:
+        file.close()
+    _start_worker(self, command, execmodel)
+
+
+def _forked(program: str, environment: Mapping[str, str], files: list[tuple[int, int]]) -> ForkedProcess | None:
+    """Fork a process that has files of this process at other numbers; None if it has to be started."""
+    own, numbers = zip(*files, strict=True)
+    request = Request(program, list(numbers), directory=os.getcwd(), environment=dict(environment))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_LIMIT_S)
         connection.connect(address())
-        socket.send_fds(connection, [msgspec.json.encode(request)], [pass_fds[0], stdout.fileno()])
+        socket.send_fds(connection, [msgspec.json.encode(request)], own)
         _, pidfds, _, _ = socket.recv_fds(connection, 1, 1)
-    if pidfds:
-        return ForkedServer(*pidfds)
-    return subprocess.Popen(command, pass_fds=pass_fds, env=env, stdout=stdout, **options)
+    return ForkedProcess(*pidfds) if pidfds else None
 
 
 def address() -> str:
-    """Return the address of the process that forks servers for this process, or for the one that has started it."""
-    return os.environ.get(RANK_SERVERS_VARIABLE) or _started()
+    """Return the address of the process that forks for this process, or for the one that has started it."""
+    return os.environ.get(RANK_SERVERS_VARIABLE) or os.environ.get(_SHARED_VARIABLE) or _started()
+
+
+def share() -> None:
+    """Start a process that forks for this process and for all that this one starts."""
+    os.environ[_SHARED_VARIABLE] = address()
 
 
 @cache
@@ -111,16 +162,18 @@ def _started() -> str:
 
 
 _owned: list[subprocess.Popen[bytes]] = []
-"""Process that ends with this one, whose end of a pipe it holds."""
+"""Process that forks, and ends with this one, whose end of a pipe it holds."""
 
 
 # The process that forks
 
 
 def serve(listener_fd: int, directory: str) -> None:
-    """Fork rank servers until the process that has started this one ends."""
+    """Fork processes until the process that has started this one ends."""
     for tasks in (EXPERIMENTS, SUBJECTS):
         preload(tasks)
+    defects()
+    read_once.read()
     freeze()
     signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(fileno=listener_fd) as listener:
@@ -133,7 +186,7 @@ def serve(listener_fd: int, directory: str) -> None:
 
 
 def _answer(connection: socket.socket, listener: socket.socket) -> None:
-    data, fds, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
+    data, fds, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, _MAX_FILES)
     if not data:  # who would ask has ended
         return
     request = msgspec.json.decode(data, type=Request)
@@ -143,7 +196,7 @@ def _answer(connection: socket.socket, listener: socket.socket) -> None:
         if pid == 0:
             connection.close()
             listener.close()
-            _become(request, *fds)
+            _become(request, fds)
         answer = [os.pidfd_open(pid)]
     with suppress(OSError):  # who asked is gone, and the server will notice
         socket.send_fds(connection, [b"."], answer)
@@ -163,18 +216,18 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names}
 
 
-def _become(request: Request, control: int, log: int) -> NoReturn:
+def _become(request: Request, fds: list[int]) -> NoReturn:
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for fd, number in ((nothing, 0), (log, 1), (log, 2), (control, request.control_fd)):
+        for fd, number in zip(fds, request.numbers, strict=True):
             os.dup2(fd, number)
-        for fd in {nothing, log, control} - {0, 1, 2, request.control_fd}:
+        for fd in {*fds} - {*request.numbers}:
             os.close(fd)
         os.chdir(request.directory)
         os.environ.clear()
         os.environ.update(request.environment)
         exec(request.program, {"__name__": "__main__"})
+        atexit._run_exitfuncs()
     finally:
         os._exit(1)

@@ -4,6 +4,8 @@ import pytest
 
 from conformance.plan.coverage import Tally
 from conformance.report.torch_coverage import missing_lines
+from conformance.torch_coverage import branches
+from conformance.torch_coverage.areas import area_of_files
 from conformance.torch_coverage.branches import functions, require_coverage
 from conformance.torch_coverage.counting import count, targets
 from conformance.torch_coverage.interfaces import described, interfaces, is_default
@@ -12,6 +14,14 @@ from conformance.torch_coverage.seen import Seen
 from reference_trainer.checks import UsageError
 
 CLIP = "torch.nn.utils.clip_grad.clip_grad_norm_"
+CLIP_FILE = "nn/utils/clip_grad.py"
+
+
+@pytest.fixture
+def one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Analyse the branches of one file of torch: all files take seconds of a processor."""
+    assert area_of_files()[CLIP_FILE] == "clip_grad"
+    monkeypatch.setattr(branches, "area_of_files", lambda: {CLIP_FILE: "clip_grad"})
 
 
 def test_interfaces_are_read_from_signatures() -> None:
@@ -43,6 +53,7 @@ def test_only_an_equal_value_of_the_same_type_is_the_default() -> None:
     assert not is_default(None, inspect.Parameter.empty)
 
 
+@pytest.mark.usefixtures("one_file")
 def test_figures_count_seen_parameters_and_pairs() -> None:
     seen = Seen(values={CLIP: {"norm_type": {"inf"}, "foreach": {"True"}}}, pairs={CLIP: {("foreach", "norm_type")}})
     area = count(seen, []).areas["clip_grad"]
@@ -51,9 +62,10 @@ def test_figures_count_seen_parameters_and_pairs() -> None:
     assert area.branches.seen == 0 < area.branches.possible
 
 
+@pytest.mark.usefixtures("one_file")
 def test_a_jump_is_a_seen_branch() -> None:
     nothing = {(function.file, function.name): function for function in functions({})}
-    place = ("nn/utils/clip_grad.py", "_get_total_norm")
+    place = (CLIP_FILE, "_get_total_norm")
     jump = min(nothing[place].missing)
     entered = {(-1, jump[0]), jump}
     again = {(function.file, function.name): function for function in functions({place[0]: entered})}
@@ -112,8 +124,9 @@ def test_another_trainer_has_no_coverage() -> None:
         require_coverage(is_of_reference=False)
 
 
+@pytest.mark.usefixtures("one_file")
 def test_what_is_left_is_not_possible() -> None:
-    reason = Reason(places=["nn/utils/clip_grad.py:*"], reason="test")
+    reason = Reason(places=[f"{CLIP_FILE}:*"], reason="test")
     area, whole = (count(Seen(), reasons).areas["clip_grad"] for reasons in ([reason], []))
     assert area.branches == Tally(0, 0)
     assert area.all_branches == whole.all_branches == whole.branches

@@ -137,7 +137,7 @@ def test_forked_servers_are_those_that_are_started(pools: Pools) -> None:
     with warm_servers.used(), Pools() as forked:
         forked.prepare()
         assert forked._server is not None
-        assert isinstance(forked._server._process, warm_servers.ForkedServer)
+        assert isinstance(forked._server._process, warm_servers.ForkedProcess)
         assert found(forked) == found(pools)
         ends = [*pids(forked, world_size=2), run(forked, "surroundings", names=[])[0]["server"]]
     wait_until_gone(ends)
