@@ -120,7 +120,7 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
 
 
 def _without_exchanged_rows(trace: Trace, config: TrainerConfig) -> Trace:
-    """Leave out what experts compute if several ranks divide them: they get the rows of other ranks' tokens, too."""
+    """Leave out inputs and results of experts that several ranks divide: they have the rows of other ranks, too."""
     if config.mesh.ep == 1:
         return trace
     kept = [index for index, tap in enumerate(trace.taps) if not tap.module.endswith(".experts")]
