@@ -348,7 +348,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Parameters that do not train: the first entry that matches a name decides."""
     skipped: tuple[Skipped, ...] = ()
     """Blocks that some forward passes leave out. A block that no pass of a step computes has no gradient, and the
-    optimizer leaves it alone."""
+    optimizer leaves it alone. With `gradient_sync: all-reduce-last` torch up to 2.14 adds the gradient of a block that
+    the last micro-batch leaves out to that of the next step, see findings/partial_sums_of_unused_modules.py."""
     shard_placement: Literal["rows", "columns"] = "rows"
     """Dimension of matrices that FSDP shards. `columns`: dimension 1 of those whose columns the shards divide evenly,
     as torch demands; all other parameters are sharded by rows, as with `rows`."""

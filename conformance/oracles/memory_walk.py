@@ -551,7 +551,10 @@ class Walk:
         self._free(f"P {group}")
 
     def _cast_one_by_one(self, group: str) -> None:
-        """One rank copies the cast of each parameter, and frees it when it has cast the next."""
+        """One rank copies the cast of each parameter, and frees it when it has cast the next.
+
+        Source: FSDPParamGroup.wait_for_unshard, which names the cast of one parameter until it has that of the next.
+        """
         copied = previous = 0
         for parameter in self._parameters[group]:
             cast = parameter.padded * self._compute

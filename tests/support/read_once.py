@@ -13,7 +13,8 @@ from conformance.plan.matrix import Matrix
 from conformance.project import data_file
 
 _load_matrix, _load_waivers = matrices.load_matrix, waivers.load_waivers
-_known: dict[tuple[object, ...], Any] = {}
+_matrices: dict[tuple[object, ...], Matrix] = {}
+_waivers: dict[tuple[object, ...], list[Waiver]] = {}
 
 
 def read() -> None:
@@ -31,17 +32,17 @@ def read() -> None:
 def load_matrix(file: Path, **options: Any) -> Matrix:
     """Return the matrix of a file."""
     key = (_content(file), _content(lock_file(file)), *options.items())
-    if key not in _known:
-        _known[key] = _load_matrix(file, **options)
-    return _known[key]  # type: ignore[no-any-return]
+    if key not in _matrices:
+        _matrices[key] = _load_matrix(file, **options)
+    return _matrices[key]
 
 
 def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     """Return the waivers of a file."""
     key = (_content(file), matrix)
-    if key not in _known:
-        _known[key] = _load_waivers(file, matrix)
-    return _known[key]  # type: ignore[no-any-return]
+    if key not in _waivers:
+        _waivers[key] = _load_waivers(file, matrix)
+    return _waivers[key]
 
 
 def _content(file: Path) -> bytes:
