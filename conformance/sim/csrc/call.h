@@ -56,6 +56,7 @@ class Call {
   void try_out(Values arguments);
   bool resizes_in_place() const;
   bool lays_out_outputs() const;
+  bool overlaps_what_it_writes() const;
   bool is_power_of_bools() const;
   bool may_lose_strides() const;
   void restride_as_in_float();

@@ -5,6 +5,7 @@
 // - pinned memory, non_blocking: neither side waits;
 // - pageable to device, non_blocking: the bytes are read at once (staged) and written in the order of the stream;
 // - device to pageable: the host waits.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <torch/library.h>
@@ -108,6 +109,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   Lock lock;
   if (!to.numel()) return to;
   at::Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
+  at::assert_no_internal_overlap(to);
+  at::assert_no_partial_overlap(to, source);
   if (!is_on_device(to)) {
     to_host(to, source, non_blocking);
   } else if (is_on_device(source)) {

@@ -37,7 +37,7 @@ void copy_results(const std::vector<c10::IValue>& to, const Stack& from) {
 void Call::run_later(Values results, Stack& stack) {
   Values targets;
   for (const auto& result : results) targets.push_back(map_tensors(result, kernel_view));
-  auto run = [op = op_, arguments = host_arguments(Twins(at::kCPU)), targets = std::move(targets)] {
+  auto run = [op = op_, arguments = host_arguments(Twins::over_same_bytes()), targets = std::move(targets)] {
     BelowDispatch below;
     Stack host = arguments;
     op.callBoxed(host);
@@ -61,7 +61,7 @@ void Call::run_now(Stack& stack) {
   statistics().waits[name()]++;
   BelowDispatch below;
   auto run = std::make_shared<Run>(); // an earlier task may fail, and leave this one in its queue
-  run->arguments = host_arguments(Twins(at::kCPU, /*may_grow=*/!overwrites_input()));
+  run->arguments = host_arguments(Twins::over_same_bytes(/*may_grow=*/!overwrites_input()));
   Point done = queue(name(), ranges({}), [op = op_, run] {
     BelowDispatch below;
     run->results = run->arguments;

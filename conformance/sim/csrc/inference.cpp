@@ -1,7 +1,9 @@
 // Layouts of an operator's results, from a call of the operator on meta tensors.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 #include <set>
@@ -40,9 +42,20 @@ class Listener final : public c10::WarningHandler {
   c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
 
+// Such as KeyboardInterrupt, which is the program's, no error of the kernel.
+bool is_interruption(const pybind11::error_already_set& error) {
+  pybind11::gil_scoped_acquire python;
+  return !error.matches(PyExc_Exception);
+}
+
 bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
   return one.sizes() == other.sizes() && one.strides() == other.strides() && one.is_conj() == other.is_conj() &&
       one.is_neg() == other.is_neg();
+}
+
+bool shares_elements(const at::Tensor& one, const at::Tensor& other) {
+  auto status = at::get_overlap_status(one, other);
+  return status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial;
 }
 
 bool is_of_16_bits(const at::Tensor& tensor) {
@@ -52,7 +65,7 @@ bool is_of_16_bits(const at::Tensor& tensor) {
 } // namespace
 
 Values Call::meta_arguments() const {
-  Twins twins(at::kMeta);
+  Twins twins = Twins::on_meta();
   Values meta;
   for (const auto& value : arguments_)
     meta.push_back(map_tensors(with_device(value, at::kMeta), [&](const at::Tensor& tensor) {
@@ -69,10 +82,11 @@ bool Call::is_power_of_bools() const {
 
 // The same with zeros, for a trial on the CPU.
 Values Call::zero_arguments() const {
+  Twins twins = Twins::over_zeros();
   Values zeros;
   for (const auto& value : arguments_)
     zeros.push_back(map_tensors(with_device(value, at::kCPU), [&](const at::Tensor& tensor) {
-      return is_on_device(tensor) || tensor.dim() ? empty_on(at::kCPU, tensor).zero_() : passed_by_value(tensor);
+      return is_on_device(tensor) || tensor.dim() ? twins.twin(tensor) : passed_by_value(tensor);
     }));
   return zeros;
 }
@@ -112,14 +126,18 @@ Inferred Call::infer_on_meta() {
   try {
     bool on_meta = !is_other_on_meta(schema_.name()) && !is_power_of_bools();
     try_out(on_meta ? meta_arguments() : zero_arguments());
-    if (on_meta && lays_out_outputs()) {
-      Silence once; // the host was warned of outputs with other sizes
+    if (on_meta && !is_random() && (lays_out_outputs() || overlaps_what_it_writes())) {
+      Silence once; // the host was warned of outputs with other sizes, or will be by the kernel
       try_out(zero_arguments());
     }
     if (may_lose_strides()) restride_as_in_float();
   } catch (const c10::NotImplementedError&) { // no kernel for meta tensors
     tried_arguments_.clear();
     return returns_new_tensors() || has_out() ? std::nullopt : std::make_optional<Values>();
+  } catch (const pybind11::error_already_set& error) { // the same of a kernel that is Python
+    tried_arguments_.clear();
+    if (is_interruption(error)) throw;
+    return std::nullopt;
   } catch (const std::exception&) { // wrong arguments, about which the CPU's kernel complains, or a need for data
     tried_arguments_.clear();
     return std::nullopt;
@@ -170,13 +188,26 @@ bool Call::resizes_in_place() const {
 }
 
 // Torch's kernels for meta tensors give contiguous strides to outputs that they resize, those of the CPU do not always.
-// Operators that draw random numbers have no others, and are not to be called once more.
 bool Call::lays_out_outputs() const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (is_random() || !schema_.arguments()[i].is_out()) continue;
+    if (!schema_.arguments()[i].is_out()) continue;
     auto tensors = tensors_in(arguments_[i]), resized = tensors_in(tried_arguments_[i]);
     for (size_t j = 0; j < tensors.size(); ++j)
       if (tensors[j].sizes() != resized[j].sizes() && resized[j].dim() > 1) return true;
+  }
+  return false;
+}
+
+// Operands on meta have no addresses, by which kernels notice this.
+bool Call::overlaps_what_it_writes() const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (!writes(i)) continue;
+    for (const auto& written : tensors_in(arguments_[i])) {
+      if (at::has_internal_overlap(written) == at::MemOverlap::Yes) return true;
+      for (size_t j = 0; j < arguments_.size(); ++j)
+        for (const auto& other : tensors_in(arguments_[j]))
+          if (i != j && shares_elements(written, other)) return true;
+    }
   }
   return false;
 }

@@ -1,5 +1,7 @@
 #include "views.h"
 
+#include <cstring>
+
 #include "memory_map.h"
 
 namespace sim {
@@ -17,17 +19,23 @@ bool is_on_device(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_privateuseone();
 }
 
+c10::DataPtr Twins::bytes(const c10::Storage& given) const {
+  if (bytes_ == Bytes::none) return c10::DataPtr(nullptr, c10::Device(type_));
+  if (bytes_ == Bytes::zeros) {
+    c10::DataPtr zeros = c10::GetAllocator(type_)->allocate(given.nbytes());
+    std::memset(zeros.get(), 0, given.nbytes());
+    return zeros;
+  }
+  void* data = const_cast<void*>(given.data());
+  bool is_on_device = given.device_type() == c10::DeviceType::PrivateUse1;
+  return c10::DataPtr(is_on_device ? kernel_address(data) : data, c10::Device(type_));
+}
+
 c10::Storage Twins::storage(const c10::Storage& given) {
   for (const auto& [known, twin] : storages_)
     if (known == given.unsafeGetStorageImpl()) return twin;
-  void* data = nullptr;
-  if (type_ == at::kCPU) {
-    data = const_cast<void*>(given.data());
-    if (given.device_type() == c10::DeviceType::PrivateUse1) data = kernel_address(data);
-  }
   auto* allocator = may_grow_ ? c10::GetAllocator(type_) : nullptr;
-  c10::DataPtr bytes(data, c10::Device(type_));
-  c10::Storage twin(c10::Storage::use_byte_size_t(), given.nbytes(), std::move(bytes), allocator, allocator != nullptr);
+  c10::Storage twin(c10::Storage::use_byte_size_t(), given.nbytes(), bytes(given), allocator, allocator != nullptr);
   storages_.emplace_back(given.unsafeGetStorageImpl(), twin);
   return twin;
 }
@@ -48,7 +56,7 @@ at::Tensor Twins::twin(const at::Tensor& tensor) {
 }
 
 at::Tensor kernel_view(const at::Tensor& tensor) {
-  return Twins(at::kCPU).twin(tensor);
+  return Twins::over_same_bytes().twin(tensor);
 }
 
 Range range_of(const at::Tensor& tensor, bool write) {

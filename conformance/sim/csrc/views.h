@@ -23,20 +23,32 @@ struct BelowDispatch {
 
 bool is_on_device(const at::Tensor& tensor);
 
-// Tensors for another device in place of given ones: on the CPU over the same bytes, or on meta without any. They own no
-// memory, as nothing that a kernel or a copy engine uses. They share storages as the given ones do, and are the same
-// where those are, so that operators notice overlaps. An operator may resize those on meta, and others if they may grow:
-// they have memory of their own then.
+// Tensors for another device in place of given ones: on the CPU over the same bytes or over zeros, or on meta without
+// any. Those over the same bytes own no memory, as nothing that a kernel or a copy engine uses. Twins share storages as
+// the given tensors do, and are the same where those are, so that operators notice overlaps. An operator may resize those
+// that may grow: they have memory of their own then.
 class Twins {
  public:
-  explicit Twins(c10::DeviceType type, bool may_grow = false)
-      : type_(type), may_grow_(may_grow || type == c10::DeviceType::Meta) {}
+  static Twins on_meta() {
+    return Twins(c10::DeviceType::Meta, Bytes::none, true);
+  }
+  static Twins over_same_bytes(bool may_grow = false) {
+    return Twins(c10::DeviceType::CPU, Bytes::same, may_grow);
+  }
+  static Twins over_zeros() {
+    return Twins(c10::DeviceType::CPU, Bytes::zeros, true);
+  }
   at::Tensor twin(const at::Tensor& tensor);
 
  private:
+  enum class Bytes { none, same, zeros };
+
+  Twins(c10::DeviceType type, Bytes bytes, bool may_grow) : type_(type), bytes_(bytes), may_grow_(may_grow) {}
+  c10::DataPtr bytes(const c10::Storage& given) const;
   c10::Storage storage(const c10::Storage& given);
 
   c10::DeviceType type_;
+  Bytes bytes_;
   bool may_grow_;
   std::vector<std::pair<const c10::StorageImpl*, c10::Storage>> storages_;
   std::vector<std::pair<const c10::TensorImpl*, at::Tensor>> twins_;

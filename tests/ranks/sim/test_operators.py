@@ -342,8 +342,53 @@ def layouts_are_inferred_once() -> None:
         assert out.shape == x.shape
 
 
+def overlaps_are_refused_as_on_the_cpu() -> None:
+    """The host hears at once that an operator cannot write memory that it reads, and goes on; others overlap."""
+
+    def outcome(call: Callable[[Tensor], object], where: str) -> object:
+        x = torch.arange(20.0, device=where)
+        try:
+            call(x)
+        except RuntimeError as error:
+            return str(error)
+        return x.tolist()
+
+    first, last = slice(0, 12), slice(6, 18)
+    calls: tuple[Callable[[Tensor], object], ...] = (
+        lambda x: torch.mul(x[first], 2, out=x[last]),
+        lambda x: x[last].copy_(x[first]),
+        lambda x: x[:1].expand(4).add_(1),
+        lambda x: torch._foreach_add_([x[last]], [x[first]]),
+        lambda x: torch.cumsum(x[first], 0, out=x[last]),
+        lambda x: x[last].index_copy_(0, torch.arange(12, device=x.device), x[first]),
+        lambda x: torch.cat([x[:6], x[12:]], out=x[3:17]),
+        lambda x: torch.mm(x[:4].view(2, 2), x[4:8].view(2, 2), out=x[2:6].view(2, 2)),
+        lambda x: torch._foreach_add_([x[:6], x[6:12]], [x[6:12], x[12:18]]),
+        lambda x: x.add_(x),
+    )
+    device.follow(Schedule.parse("lazy"))
+    expected = [outcome(call, "cpu") for call in calls]
+    assert [isinstance(each, str) for each in expected] == [True] * 7 + [False] * 3
+    for _ in range(2):
+        assert [outcome(call, "sim") for call in calls] == expected
+
+
+def an_interruption_is_no_error_of_a_kernel() -> None:
+    """Kernels for meta tensors are Python, in which Ctrl-C may find the host."""
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("cumsum", interrupted, "Meta", allow_override=True)
+    with pytest.raises(KeyboardInterrupt):
+        torch.ones(4, device="sim").cumsum(0)
+
+
 CHECKS = (
     layouts_are_inferred_once,
+    overlaps_are_refused_as_on_the_cpu,
+    an_interruption_is_no_error_of_a_kernel,
     norms_are_one_operator,
     nothing_grows_in_place,
     outputs_are_laid_out_as_on_the_cpu,
