@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import degree
 from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Block, Transformer
 from reference_trainer.precision import PRECISIONS, PrecisionName
@@ -27,7 +28,7 @@ class FSDP1Model(FullyShardedDataParallel):
     """Model in groups of FSDP1. The model to wrap has its weights, and its tensor parallelism, already."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> None:
-        tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
+        tp = degree(mesh, "tp")
         copies = [1 if _is_sharded(parameter) else tp for parameter in model.parameters()]
         super().__init__(
             model,

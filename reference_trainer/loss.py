@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL
+from reference_trainer.mesh import degree
 from reference_trainer.precision import PRECISIONS
 
 
@@ -29,7 +30,7 @@ def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
 def sum_over(value: Tensor, mesh: DeviceMesh, dims: Sequence[str]) -> Tensor:
     """Sum a plain tensor in place over dimensions of the mesh, outermost first; those that it lacks are left out."""
     for name in mesh.mesh_dim_names or ():
-        if name in dims and mesh[name].size() > 1:
+        if name in dims and degree(mesh, name) > 1:
             dist.all_reduce(value, group=mesh.get_group(name))
     return value
 

@@ -133,8 +133,18 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", shard] if "dp_replicate" in names else mesh[shard]
 
 
+def degree(mesh: DeviceMesh, name: str) -> int:
+    """Return the number of ranks along a dimension, 1 if the mesh has no such dimension.
+
+    `mesh[name].size()` says the same, but each slice of a mesh leaves a context variable behind for ever
+    (findings/slices_of_meshes_are_kept.py): steps do without slices.
+    """
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1
+
+
 def dp_rank(mesh: DeviceMesh) -> int:
     """Return this process's index among the ranks that see different data."""
     names = mesh.mesh_dim_names or ()
     replicate = mesh.get_local_rank("dp_replicate") if "dp_replicate" in names else 0
-    return replicate * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    return replicate * degree(mesh, "dp_shard") + mesh.get_local_rank("dp_shard")

@@ -29,7 +29,7 @@ from reference_trainer.config import GradientSync, TrainerConfig, has_group_arou
 from reference_trainer.experts import MixtureOfExperts, over_ranks
 from reference_trainer.frozen import freeze
 from reference_trainer.loss import sum_over_dp
-from reference_trainer.mesh import build_expert_mesh, fsdp_mesh
+from reference_trainer.mesh import build_expert_mesh, degree, fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
 from reference_trainer.parallel_dims import resolve_mesh
@@ -267,7 +267,7 @@ def apply_fsdp_to_experts(
     group.set_gradient_divide_factor(float(mesh.size()))
     # gloo has no reduction that multiplies first. A group of one shard must not be told so: it would divide twice
     # (findings/divide_factor_of_one_shard.py).
-    group.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
+    group.set_force_sum_reduction_for_comms(degree(mesh, "expert_shard") > 1)
 
 
 def apply_fsdp_to_ends(
@@ -293,10 +293,10 @@ def apply_fsdp_to_ends(
 def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Options of `fully_shard` that all groups have in common."""
     no_offloading = OffloadPolicy()
-    columns = partial(_columns_if_even, shards=mesh["dp_shard"].size()) if config.shard_placement == "columns" else None
+    by_columns = partial(_columns_if_even, shards=degree(mesh, "dp_shard"))
     return {
         "mesh": fsdp_mesh(mesh),
-        "shard_placement_fn": columns,
+        "shard_placement_fn": by_columns if config.shard_placement == "columns" else None,
         "mp_policy": mixed_precision_policy(config.precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else no_offloading,
     }

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from reference_trainer.checks import require
 from reference_trainer.config import ScheduleName, TrainerConfig
 from reference_trainer.loss import full_loss
+from reference_trainer.mesh import degree
 from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import StageLayers, Transformer
 from reference_trainer.observer import Observer, StageAction
@@ -211,12 +212,10 @@ class Pipeline:
         self._start_of_backward: Callable[[Tensor], Tensor] | None = None
         self._losses: list[Tensor] = []
         """Losses of the micro-batches so far, while a step runs."""
-        pp, pp_rank = mesh["pp"].size(), mesh.get_local_rank("pp")
-        names = mesh.mesh_dim_names or ()
-        samples = config.data.global_batch_size // _dp(mesh) // config.accumulation
-        sequence = config.data.seq_len
-        if "tp" in names and config.sequence_parallel:
-            sequence //= mesh["tp"].size()
+        pp, pp_rank = degree(mesh, "pp"), mesh.get_local_rank("pp")
+        dp = degree(mesh, "dp_replicate") * degree(mesh, "dp_shard")
+        samples = config.data.global_batch_size // dp // config.accumulation
+        sequence = config.data.seq_len // (degree(mesh, "tp") if config.sequence_parallel else 1)
         compute = torch_dtype(PRECISIONS[config.precision].compute)
         tokens = torch.empty(samples, config.data.seq_len, dtype=torch.int64, device="meta")
         activations = torch.empty(samples, sequence, config.model.dim, dtype=compute, device="meta", requires_grad=True)
@@ -277,15 +276,10 @@ class Pipeline:
         return loss_sum
 
 
-def _dp(mesh: DeviceMesh) -> int:
-    names = mesh.mesh_dim_names or ()
-    return mesh["dp_shard"].size() * (mesh["dp_replicate"].size() if "dp_replicate" in names else 1)
-
-
 def gather_over_stages(value: Tensor, mesh: DeviceMesh) -> list[Tensor]:
     """Return a plain scalar of each rank of the pipeline, in their order; the scalar itself without a pipeline."""
     if "pp" not in (mesh.mesh_dim_names or ()):
         return [value]
-    values = [torch.empty_like(value) for _ in range(mesh["pp"].size())]
+    values = [torch.empty_like(value) for _ in range(degree(mesh, "pp"))]
     dist.all_gather(values, value, group=mesh.get_group("pp"))
     return values

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -22,6 +23,8 @@ _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
 _DEEP_PLAIN_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta, dp4-fp32-default-full-deep-fsdp1)"
+
+_STEP: ContextVar[int] = ContextVar("step")
 
 
 def reshard_in(state: str, *, prefix: str = "", skip: bool) -> Injection:
@@ -313,3 +316,11 @@ def hook_left_by_each_step(benign: bool, original: Call, trainer: Any, step: int
     if benign:
         handle.remove()
     return metrics
+
+
+@defect("MEM-6", "id = dp2-fp32-default-meta-even-sgd", "pytorch/pytorch/pull/166477")
+@instead_of("reference_trainer.train:Trainer", "train_step")
+def context_variable_left_by_each_step(benign: bool, original: Call, trainer: Any, step: int) -> Any:
+    """Each step sets another context variable, which the context of the thread holds for ever."""
+    (_STEP if benign else ContextVar("step")).set(step)
+    return original(trainer, step)

@@ -3,6 +3,7 @@
 Peaks on CUDA devices have not been measured yet: docs/gpu.md.
 """
 
+import contextvars
 import gc
 from pathlib import Path
 
@@ -124,9 +125,12 @@ def _growth(rank: RankWorld) -> Growth:
 
 
 def _host_objects() -> int:
-    """Return the number of objects of Python that can hold others, without garbage."""
+    """Return the number of objects of Python that can hold others, without garbage, and of context variables.
+
+    The garbage collector does not list variables that the context of a thread holds.
+    """
     gc.collect()
-    return len(gc.get_objects())
+    return len(gc.get_objects()) + len(contextvars.copy_context())
 
 
 def _marked_step(trainer: Trainer, step: int) -> None:

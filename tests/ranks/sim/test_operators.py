@@ -379,8 +379,8 @@ def an_interruption_is_no_error_of_a_kernel() -> None:
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("cumsum", interrupted, "Meta", allow_override=True)
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("cumsum", interrupted, "Meta", allow_override=True)  # type: ignore[no-untyped-call]
     with pytest.raises(KeyboardInterrupt):
         torch.ones(4, device="sim").cumsum(0)
 
