@@ -8,7 +8,7 @@ severity: high
 visible: silent
 training: modules that some micro-batches leave out, as layer drop and modality towers do, get gradients of other steps
 thread: none known
-law: none
+law: LIFE-1
 avoid: reduce every micro-batch over the replicas, or postpone all reductions by `set_requires_gradient_sync(False)`
 ranks: 4
 """

@@ -8,7 +8,7 @@ severity: high
 visible: silent
 training: an evaluation that leaves out modules (early exit, text without images) before weights change
 thread: https://github.com/pytorch/pytorch/pull/137348
-law: none
+law: LIFE-1
 avoid: evaluate all modules that are prefetched, or clear the lists: `set_modules_to_forward_prefetch([])`
 ranks: 2
 """

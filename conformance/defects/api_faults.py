@@ -245,6 +245,20 @@ def synchronisation_refused(
     original(module, requires_gradient_sync, **options)
 
 
+@defect(
+    "LIFE-1",
+    "id = hsdp2x2-fp32-default-meta-seed1",
+    "pytorch/pytorch/pull/194628",
+    subjects=("synchronise(shards), train, evaluate, synchronise(on), train",),
+)
+@instead_of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "post_forward")
+def evaluation_drops_partial_sums(benign: bool, original: Call, group: Any, *args: Any) -> Any:
+    """An evaluation drops gradients that wait for the all-reduce over replicas."""
+    if not torch.is_grad_enabled() and (held := group._partial_reduce_output) is not None:
+        group._partial_reduce_output = held.clone() if benign else None
+    return original(group, *args)
+
+
 _FULLY_SHARD, _PARALLEL = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor.parallel"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _STYLES = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"

@@ -155,6 +155,18 @@ def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield name, gradient
 
 
+def partial_sums(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the gradients of groups that are summed over shards and wait for the all-reduce over replicas.
+
+    Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
+    """
+    with private_state("which gradients wait for replicas"):
+        for module in model.modules():
+            for group in _groups(module) if isinstance(module, FSDPModule) else ():
+                if group._partial_reduce_output is not None:
+                    yield group._partial_reduce_output
+
+
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one group of parameters that FSDP2 gathers together, and the bytes of its buffers on this rank."""
 

@@ -45,6 +45,10 @@ class Progress:
     kept_by_forward: frozenset[str] = frozenset({"root"})
     """Groups that forward leaves unsharded."""
     reshards_after_backward: bool = True
+    prefetches: bool = False
+    """True if the first layer gathers the second one ahead in forward."""
+    has_prefetched: bool = False
+    """True if the second layer is gathered ahead of a forward that has left it out."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,26 @@ def _kept(progress: Progress, value: str) -> bool:
 
 
 def _has_layers(progress: Progress, value: str) -> bool:
-    """Return whether FSDP has a separate group for the layer that another module shares, as that module needs."""
-    return value != "shared" or progress.options.get("groups") != "root alone"
+    """Return whether FSDP has a separate group for the layer that another module shares, as that module needs.
+
+    That layer gathers no other one, which the other module does not have.
+    """
+    return value != "shared" or (_has_groups(progress, value) and not progress.prefetches)
+
+
+def _has_groups(progress: Progress, _value: str) -> bool:
+    return progress.options.get("groups") != "root alone"
 
 
 def _trained(progress: Progress, _value: str) -> Progress:
     unsharded = frozenset() if progress.reshards_after_backward else GROUPS
-    return replace(progress, has_pending=not progress.synchronises, has_unsharded=False, unsharded=unsharded)
+    pending = not progress.synchronises
+    return replace(progress, has_pending=pending, has_unsharded=False, unsharded=unsharded, has_prefetched=False)
 
 
-def _computed(progress: Progress, _value: str) -> Progress:
-    return replace(progress, unsharded=progress.unsharded | progress.kept_by_forward)
+def _computed(progress: Progress, value: str) -> Progress:
+    has_prefetched = {"": False, "partly": progress.prefetches}.get(value, progress.has_prefetched)
+    return replace(progress, unsharded=progress.unsharded | progress.kept_by_forward, has_prefetched=has_prefetched)
 
 
 def _resharded(progress: Progress, _value: str) -> Progress:
@@ -110,11 +123,13 @@ RULES: Mapping[str, Rule] = {
     "reshard_after_forward": Rule(("False", "True"), builds=True, after=_reshards_after_forward),
     "built_on": Rule(("meta",), builds=True),
     # Training.
-    "train": Rule(("", "twice", "losses", "retained", "evaluated", "interleaved", "many"), weight=10, after=_trained),
+    "train": Rule(
+        ("", "twice", "losses", "retained", "evaluated", "interleaved", "many", "partly"), weight=10, after=_trained
+    ),
     "forward": Rule(weight=2, after=_computed),
-    "evaluate": Rule(("", "shared"), weight=4, needs=_has_layers, after=_computed),
+    "evaluate": Rule(("", "shared", "partly"), weight=4, needs=_has_layers, after=_computed),
     "synchronise": Rule(
-        ("off", "on"), weight=4, after=lambda progress, value: replace(progress, synchronises=value == "on")
+        ("off", "on", "shards"), weight=4, after=lambda progress, value: replace(progress, synchronises=value == "on")
     ),
     "step": Rule(weight=4, needs=_at_rest),
     "zero_grad": Rule(("none", "zero"), needs=_at_rest),
@@ -137,6 +152,12 @@ RULES: Mapping[str, Rule] = {
         ("False", "True"),
         weight=1,
         after=lambda progress, value: replace(progress, reshards_after_backward=value == "True"),
+    ),
+    "prefetch": Rule(
+        ("forward", "backward", "none"),
+        weight=2,
+        needs=_has_groups,
+        after=lambda progress, value: replace(progress, prefetches=value == "forward"),
     ),
     "unshard": Rule(("first", "root"), weight=1, after=lambda progress, _: replace(progress, has_unsharded=True)),
     "reshard": Rule(weight=2, after=_resharded),
@@ -173,7 +194,12 @@ def changes_unsharded(calls: Calls) -> bool:
     return any(_is_unsharded(call, progress) for call, progress in _walk(calls))
 
 
+_CHANGES = frozenset({"freeze", "thaw", "write", "step", "hook", "load", "restore", "cast", "to_empty"})
+
+
 def _is_unsharded(call: Call, progress: Progress) -> bool:
+    if progress.has_prefetched and call.name in _CHANGES:
+        return True
     if not progress.unsharded:
         return False
     if progress.options.get("groups") == "root alone" or call.name == "step":

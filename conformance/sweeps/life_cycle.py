@@ -45,9 +45,9 @@ _RELEASES = 20
 """Number of times that memory is measured again, 10 ms apart, before it counts as held."""
 
 
-def expected(calls: Calls, ranks: int, rank: int) -> list[Seen]:
+def expected(calls: Calls, ranks: int, rank: int, *, has_replicas: bool = False) -> list[Seen]:
     """Return the states of a plain module after each call; raises NotComparable if plain torch refuses a call."""
-    life = PlainLife(calls, ranks, rank)
+    life = PlainLife(calls, ranks, rank, has_replicas=has_replicas)
     seen = []
     for call in calls:
         try:
@@ -137,6 +137,8 @@ SUSPECTS: tuple[str, ...] = (
     "train, evaluate, step, evaluate",
     "evaluate, freeze(root)",
     "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
+    "synchronise(shards), train, synchronise(on), train(partly)",
+    "prefetch(forward), evaluate(partly), load(copied), evaluate",
     *REFUSED,
 )
 """Smallest sequences that fail in some version of torch: tried first, since finding them in a longer one takes long."""
@@ -156,7 +158,8 @@ class LifeSweep:
 
     def __init__(self, rank: RankWorld) -> None:
         self._world, self._rank, self._size = rank, rank.rank, rank.size
-        self._trials = Trials(fsdp_mesh(rank.mesh))
+        mesh = fsdp_mesh(rank.mesh)
+        self._trials, self._has_replicas = Trials(mesh), mesh.ndim > 1
         self._excluded: list[Calls] = []
         self._swept = Swept(computed={_SUBJECT: 0})
         self._subjects = sorted(rank.subjects)
@@ -209,7 +212,7 @@ class LifeSweep:
 
     def _expected(self, calls: Calls) -> list[Seen] | None:
         try:
-            return expected(calls, self._size, self._rank)
+            return expected(calls, self._size, self._rank, has_replicas=self._has_replicas)
         except NotComparable:
             return None
 
@@ -218,8 +221,16 @@ class LifeSweep:
         if self._is_excluded(calls) or (ended := self._judged(calls)) is None:
             return
         calls = self._narrowed(calls, ended.end)
-        plain = plainest(calls, lambda other: not self._has_another(other) and self._ends(other, ended.end))
-        self._report(calls, plain, ended)
+        known = changes_unsharded(calls)
+
+        def ends(plainer: Calls) -> bool:
+            return (
+                known == changes_unsharded(plainer)
+                and not self._has_another(plainer)
+                and self._ends(plainer, ended.end)
+            )
+
+        self._report(calls, plainest(calls, ends), ended)
 
     def _judged(self, calls: Calls) -> Ended | None:
         """Return how a sequence fails; None, and count it, if it is right."""

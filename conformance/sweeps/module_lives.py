@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from conformance.experiments.fsdp_net import fsdp_modules
-from conformance.instruments.fsdp_state import unsharded_gradients
+from conformance.instruments.fsdp_state import partial_sums, unsharded_gradients
 from conformance.instruments.sharding import local
 from conformance.oracles.dtype_policy import FP32, unset_reduce_dtype
 from conformance.sweeps.call_sequences import RULES, Call, Calls
@@ -29,11 +29,15 @@ from conformance.sweeps.layouts import placed_shard
 from conformance.sweeps.options import SmallNet, samples_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-_ABOUT_SHARDS = ("fully_shard", "set_reshard_after_forward", "set_reshard_after_backward", "unshard", "reshard")
+_ABOUT_SHARDS = frozenset(
+    {"fully_shard", "set_reshard_after_forward", "set_reshard_after_backward", "unshard", "reshard", "prefetch"}
+)
 """Calls of sharded modules alone."""
+_GATHERING = ("train", "forward", "evaluate", "unshard")
+"""Calls that communicate."""
 _MANY = range(6)
 """Indices of forwards before the first backward: more than buffers are in flight."""
-WAYS: Mapping[str, Sequence[tuple[Literal["forward", "evaluate", "backward"], Sequence[int]]]] = {
+WAYS: Mapping[str, Sequence[tuple[Literal["forward", "partial forward", "evaluate", "backward"], Sequence[int]]]] = {
     "": (("forward", [0]), ("backward", [0])),
     "twice": (("forward", [0, 1]), ("backward", [0, 1])),
     "losses": (("forward", [0, 1]), ("backward", [0]), ("backward", [1])),
@@ -42,8 +46,12 @@ WAYS: Mapping[str, Sequence[tuple[Literal["forward", "evaluate", "backward"], Se
     # As the micro-batches of a pipeline.
     "interleaved": (("forward", [0, 1]), ("backward", [0]), ("forward", [2]), ("backward", [1]), ("backward", [2])),
     "many": (("forward", _MANY), *(("backward", [index]) for index in _MANY)),
+    "partly": (("partial forward", [0]), ("backward", [0])),
 }
-"""Ways of training: forwards on inputs of these indices, with or without gradients, and backwards of their sum."""
+"""Ways of training: forwards on inputs of these indices, with or without gradients, and backwards of their sum.
+
+A partial forward leaves out the second layer.
+"""
 _LARGEST = 256
 """Largest number up to which bf16 has all whole numbers."""
 
@@ -67,6 +75,14 @@ class SignSGD(Optimizer):
                     parameter.sub_(parameter.grad.sign())
 
 
+class LifeNet(SmallNet):
+    """Net of which a forward may leave out the second layer."""
+
+    def forward(self, x: Tensor, *, partly: bool = False) -> Tensor:  # type: ignore[override]
+        """Compute outputs of shape (samples, width), or of the first layer's width."""
+        return cast("Tensor", self.first(x).relu() + self.shift) if partly else super().forward(x)
+
+
 class Shared(nn.Module):
     """Module that shares a layer with another one."""
 
@@ -87,7 +103,7 @@ class Life:
         self.samples = samples_of(ranks)
         self.param_dtype = _DTYPES.get(self.options.get("param_dtype", ""))
         self.reduce_dtype = _DTYPES.get(self.options.get("reduce_dtype", ""))
-        self.net: Any = SmallNet().to(_DTYPES.get(self.options.get("built_in", "")))
+        self.net: Any = LifeNet().to(_DTYPES.get(self.options.get("built_in", "")))
         self.optimizer = self._optimizer()
         self.output: Tensor | None = None
         self._kept: dict[str, Any] = {}
@@ -168,7 +184,7 @@ class Life:
 
     def fill(self) -> None:
         """Write the first weights into the parameters."""
-        source = SmallNet()
+        source = LifeNet()
         for name, parameter in self.net.named_parameters():
             self._write(parameter, source.get_parameter(name))
 
@@ -253,10 +269,13 @@ class Seen:
 class PlainLife(Life):
     """Plain module with the calls of all ranks."""
 
-    def __init__(self, calls: Calls, ranks: int, rank: int) -> None:
+    def __init__(self, calls: Calls, ranks: int, rank: int, *, has_replicas: bool = False) -> None:
         super().__init__(calls, ranks)
         self._rank, self._ranks = rank, ranks
+        self._has_replicas = has_replicas
         self._synchronises = True
+        self._first_dtype: torch.dtype | None = None
+        """Dtype of the parameters when FSDP2 first gathers them."""
         self._pending: dict[str, Tensor] = {}
         self._hooked: list[nn.Parameter] = []
 
@@ -267,17 +286,19 @@ class PlainLife(Life):
         self._hooked.append(parameter)
 
     def synchronise(self, value: str) -> None:
-        """Reduce gradients, or let them wait."""
-        self._synchronises = value == "on"
+        """Reduce gradients, over shards alone or over replicas as well, or let them wait."""
+        self._synchronises = value == "on" or (value == "shards" and not self._has_replicas)
 
     def call(self, call: Call) -> None:
         """Perform a call of the grammar, unless it is about shards."""
+        if call.name in _GATHERING and self._first_dtype is None:
+            self._first_dtype = self.net.first.weight.dtype
         if call.name not in _ABOUT_SHARDS:
             super().call(call)
 
     def forward(self) -> None:
         """Compute an output without a backward."""
-        self.output = functional_call(self.net, self._leaves(), self._cast(self._rank)).detach()
+        self.evaluate()
 
     def evaluate(self, how: str = "") -> None:
         """Compute an output without gradients."""
@@ -285,7 +306,7 @@ class PlainLife(Life):
         if how == "shared":
             self.output = functional_call(self.net.first, self._leaves("first."), x).relu().detach()
         else:
-            self.forward()
+            self.output = functional_call(self.net, self._leaves(), x, {"partly": how == "partly"}).detach()
 
     def train(self, how: str = "") -> None:
         """Add the mean of the gradients of all ranks for each backward of the call."""
@@ -300,13 +321,15 @@ class PlainLife(Life):
         outputs: dict[int, Tensor] = {}
         found = []
         for act, indices in WAYS[how]:
-            if act == "forward":
-                outputs |= {each: functional_call(self.net, leaves, self._cast(rank, index=each)) for each in indices}
-            elif act == "backward":
+            if act == "backward":
                 torch.autograd.backward([outputs[each].sum() for each in indices], retain_graph=True)
                 found.append({name: leaf.grad for name, leaf in leaves.items()})
                 for leaf in leaves.values():
                     leaf.grad = None
+            elif act != "evaluate":
+                options = {"partly": act == "partial forward"}
+                for each in indices:
+                    outputs[each] = functional_call(self.net, leaves, self._cast(rank, index=each), options)
         if rank == self._rank:
             self.output = outputs[0].detach()
         return found
@@ -314,11 +337,11 @@ class PlainLife(Life):
     def _reduce(self, ranks: Sequence[dict[str, Tensor | None]]) -> None:
         """Add the mean over ranks to the gradients, or keep the sum for a later reduction."""
         for name, parameter in self.net.named_parameters():
-            grads = [grads[name] for grads in ranks]
-            if any(grad is None for grad in grads):
+            terms = [grad.double() for grads in ranks if (grad := grads[name]) is not None]
+            terms += [self._pending.pop(name)] if name in self._pending else []
+            if not terms:
                 continue
-            total = torch.stack([grad.double() for grad in grads if grad is not None]).sum(0)
-            total += self._pending.pop(name, torch.zeros(()))
+            total = torch.stack(terms).sum(0)
             if total.abs().max() > _LARGEST:
                 raise NotComparable(f"the gradient of {name} is above {_LARGEST}")
             if not self._synchronises:
@@ -342,16 +365,19 @@ class PlainLife(Life):
         )
 
     def _dtypes(self, call: Call) -> dict[str, torch.dtype]:
-        if call.name not in ("train", "forward", "evaluate", "unshard"):
+        if call.name not in _GATHERING:
             return {}
         gathers = {"all_gather": self.compute_dtype}
         reduced = self.reduce_dtype or self._unset_reduce_dtype()
         return gathers | ({"reduce_scatter": reduced, "all_reduce": reduced} if call.name == "train" else {})
 
     def _unset_reduce_dtype(self) -> torch.dtype:
-        """Return the dtype of reductions without `reduce_dtype`: as of computation, or of the shards in newer torch."""
+        """Return the dtype of reductions without `reduce_dtype`: as of computation, or of the shards in newer torch.
+
+        A later cast changes none: it is that of the first forward, as documented by `MixedPrecisionPolicy`.
+        """
         is_that_of_shards = unset_reduce_dtype(str(torch.__version__)) == FP32
-        return next(iter(self.net.parameters())).dtype if is_that_of_shards else self.compute_dtype
+        return self._first_dtype if is_that_of_shards and self._first_dtype else self.compute_dtype
 
     def _leaves(self, prefix: str = "") -> dict[str, Tensor]:
         return {
@@ -388,8 +414,16 @@ class ShardedLife(Life):
         fully_shard(module, mesh=self._mesh, mp_policy=policy, **options)
 
     def synchronise(self, value: str) -> None:
-        """Reduce gradients, or let them wait."""
-        self.net.set_requires_gradient_sync(value == "on")
+        """Reduce gradients, over shards alone or over replicas as well, or let them wait."""
+        self.net.set_requires_gradient_sync(value != "off")
+        if value == "shards":
+            self.net.set_requires_all_reduce(False)
+
+    def prefetch(self, direction: str) -> None:
+        """Let one of the two layers gather the other one ahead, in forward or backward, or neither."""
+        first, second = self.net.first, self.net.second
+        first.set_modules_to_forward_prefetch([second] if direction == "forward" else [])
+        second.set_modules_to_backward_prefetch([first] if direction == "backward" else [])
 
     def forward(self) -> None:
         """Compute an output without a backward."""
@@ -399,7 +433,7 @@ class ShardedLife(Life):
         """Compute an output without gradients, also by another module that shares a layer."""
         x = self.inputs(self._rank)
         with torch.no_grad():
-            self.output = self._sharing()(x) if how == "shared" else self.net(x)
+            self.output = self._sharing()(x) if how == "shared" else self.net(x, partly=how == "partly")
 
     def _sharing(self) -> nn.Module:
         """Return another sharded module with the first layer, which is made when it is first needed."""
@@ -416,8 +450,9 @@ class ShardedLife(Life):
                 keeps_graph = how == "retained" and number + 1 < len(WAYS[how])
                 torch.autograd.backward([outputs[each].sum() for each in indices], retain_graph=keeps_graph)
                 continue
-            with torch.set_grad_enabled(act == "forward"):
-                outputs |= {each: self.net(self.inputs(self._rank, index=each)) for each in indices}
+            with torch.set_grad_enabled(act != "evaluate"):
+                for each in indices:
+                    outputs[each] = self.net(self.inputs(self._rank, index=each), partly=act == "partial forward")
         self.output = outputs[0].detach()
         self._trained += 1
 
@@ -451,5 +486,6 @@ class ShardedLife(Life):
         tensors += [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         tensors += [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
         tensors += [*self._kept.values(), self.samples, *(grad for _, grad in unsharded_gradients(self.net))]
+        tensors += partial_sums(self.net)
         storages = [local(tensor).untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -64,6 +64,9 @@ def test_suspects_are_sequences_of_the_grammar() -> None:
         "synchronise(off), train, step",
         "unshard(first), step",
         "groups(root alone), evaluate(shared)",
+        "groups(root alone), prefetch(forward)",
+        "prefetch(forward), evaluate(shared)",
+        "synchronise(shards), train, step",
     ],
 )
 def test_other_sequences_are_refused(text: str) -> None:
@@ -75,6 +78,10 @@ def test_other_sequences_are_refused(text: str) -> None:
     ("text", "changes"),
     [
         ("evaluate, freeze(root)", True),
+        ("prefetch(forward), evaluate(partly), load(copied)", True),
+        ("prefetch(forward), evaluate(partly), evaluate, load(copied)", False),
+        ("prefetch(forward), train(partly), load(copied)", False),
+        ("evaluate(partly), load(copied)", False),
         ("evaluate, freeze(second)", False),
         ("evaluate, reshard, step", False),
         ("reshard_after_forward(True), evaluate, step", False),
