@@ -28,7 +28,8 @@ class WrongShard:
     rank: int
     measured: Tensor | None
     """Shard of the rank; None if the rank lacks it."""
-    expected: Tensor
+    expected: Tensor | None
+    """Expected shard; None if there should be none."""
     deviation: float
 
 
@@ -69,21 +70,25 @@ def wrong_shards(
     *,
     within: Mapping[str, Bound] | None = None,
     order: Sequence[str] = (),
+    may_be_more: bool = True,
 ) -> WrongState | None:
     """Compare the tensors of each rank with the expected ones; `order` are names in the order in which they are told.
 
-    Without a bound no bit may differ.
+    Without a bound no bit may differ. Ranks may have tensors that are not expected only if there `may_be_more`.
     """
     bounds = within or {}
     wrong, names = [], set()
     for rank in ranks.all:
-        own = measured(rank)
-        for name, tensor in expected(rank).items():
+        own, due = measured(rank), expected(rank)
+        for name, tensor in due.items():
             names.add(name)
             shard = own.get(name)
             distance = math.inf if shard is None else deviation(shard, tensor)
             if distance > bounds.get(name, EXACT).value or (shard is not None and shard.dtype != tensor.dtype):
                 wrong.append(WrongShard(name, rank, shard, tensor, distance))
+        if not may_be_more:
+            wrong += [WrongShard(name, rank, shard, None, math.inf) for name, shard in own.items() if name not in due]
+    names |= {shard.name for shard in wrong}
     places = {name: index for index, name in enumerate(order)}
     wrong.sort(key=lambda shard: (places.get(shard.name, len(places)), shard.rank))
     return WrongState(wrong, len(names)) if wrong else None
@@ -105,6 +110,8 @@ def equals(wrong: WrongShard, *, sizes: Mapping[str, float], others: Mapping[str
     """Return a clause about the value of a wrong shard."""
     if wrong.measured is None:
         return "is missing"
+    if wrong.expected is None:
+        return "is superfluous: one process has none"
     if wrong.measured.dtype != wrong.expected.dtype:
         return f"is {_name(wrong.measured.dtype)}, expected {_name(wrong.expected.dtype)}"
     clause = equals_clause(wrong.measured, wrong.expected, sizes=sizes, others=others)
@@ -118,13 +125,13 @@ def elements(record: CapturedShards, wrong: WrongState) -> str:
     first = wrong.first
     full = record.parameters.get(first.name)
     layouts = [record.shards[shard.rank].get(f"layout/{first.name}") for shard in wrong.shards]
-    if first.measured is None or first.measured.shape != first.expected.shape:
+    if first.measured is None or first.expected is None or first.measured.shape != first.expected.shape:
         return ""
     if full is None or any(layout is None for layout in layouts):
         return elements_clause(first.measured, first.expected, within=0.0)
     mask = torch.zeros(math.prod(full.shape), dtype=torch.float64)
     for shard, layout in zip(wrong.shards, layouts, strict=True):
-        if shard.name != first.name or shard.measured is None or layout is None:
+        if shard.name != first.name or shard.measured is None or shard.expected is None or layout is None:
             continue
         if shard.measured.shape == shard.expected.shape:
             differs = shard.measured.double() != shard.expected.double()

@@ -1,7 +1,7 @@
 """Traces: the taps of one process in the order of execution, with their tensors, by place."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -87,18 +87,45 @@ class MicroBatch(NamedTuple):
 
 
 def joined(micro_batches: Sequence[MicroBatch]) -> Trace:
-    """Return the trace of several micro-batches of one process, with the calls counted as of one run."""
+    """Return the trace of several micro-batches of one process, with the calls counted as of one run.
+
+    A module that a micro-batch leaves out is not called in it, and its parameters have no gradients.
+    """
+    forwards = _calls_before(sorted(micro_batches, key=lambda each: each.number), _calls_of_modules)
+    backwards = _calls_before(sorted(micro_batches, key=lambda each: each.place), _parameters_with_gradients)
     taps: list[Tap] = []
     for each in micro_batches:
-        calls: Counter[str] = Counter()
         for tap in each.taps.taps:
-            calls[tap.module] = max(calls[tap.module], tap.call + 1)
-        for tap in each.taps.taps:
-            is_gradient = tap.kind == "parameter gradient"
-            call = each.place if is_gradient else each.number * calls[tap.module] + tap.call
+            if tap.kind == "parameter gradient":
+                call = backwards[each.number][f"{tap.module}.{tap.item}"]
+            else:
+                call = forwards[each.number][tap.module] + tap.call
             taps.append(msgspec.structs.replace(tap, call=call, value=tap.value + each.place * _NUMBERS_APART))
     tensors = [tensor for each in micro_batches for tensor in each.taps.tensors]
     return Trace(taps, tensors, modules=micro_batches[0].taps.modules)
+
+
+def _calls_before(
+    ordered: Sequence[MicroBatch], calls_of: Callable[[MicroBatch], Mapping[str, int]]
+) -> Mapping[int, Counter[str]]:
+    """Return the calls in all micro-batches before each one, by its number."""
+    calls: Counter[str] = Counter()
+    before = {}
+    for each in ordered:
+        before[each.number] = calls.copy()
+        calls.update(calls_of(each))
+    return before
+
+
+def _calls_of_modules(micro_batch: MicroBatch) -> dict[str, int]:
+    calls: Counter[str] = Counter()
+    for tap in micro_batch.taps.taps:
+        calls[tap.module] = max(calls[tap.module], tap.call + 1)
+    return calls
+
+
+def _parameters_with_gradients(micro_batch: MicroBatch) -> dict[str, int]:
+    return {f"{tap.module}.{tap.item}": 1 for tap in micro_batch.taps.taps if tap.kind == "parameter gradient"}
 
 
 _NUMBERS_APART = 10**9
