@@ -119,9 +119,26 @@ def optimizers_of(model: Model, kind: str) -> list[Optimizer]:
             return [SGD(parameters, lr=0.25)]
         case "momentum":
             return [SGD(parameters, lr=0.25, momentum=0.5)]
+        case "AdamW, empty group":
+            return [AdamW([{"params": parameters}, {"params": [], "weight_decay": 0.0}], lr=0.25)]
+        case "nested":
+            return [Nested(parameters, lr=0.25, momentum=0.5)]
         case "two":
             return [AdamW(vectors, lr=0.5), SGD(matrices, lr=0.25, momentum=0.5)]
     raise ValueError(f"no optimizers are called {kind}")
+
+
+class Nested(SGD):
+    """Optimizer with state in dictionaries of dictionaries, as those have that keep a factor for each dimension."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and count in the state of each parameter that has a gradient."""
+        result = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("kept", {"factors": {"rows": torch.zeros_like(p)}, "norm": torch.zeros(2)})
+        return result
 
 
 class Training:
@@ -135,11 +152,15 @@ class Training:
 
     def begin(self) -> None:
         """Step once without gradients of any size, so that optimizers have state."""
-        for p in self.model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        self.add_gradients()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def add_gradients(self) -> None:
+        """Give parameters gradients of zeros."""
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
 
     @torch.no_grad()
     def write(self, time: int) -> None:
@@ -158,9 +179,8 @@ class Training:
             yield f"model/{self.saved_name(name)}", tensor
         for name, p in self.model.named_parameters():
             for optimizer in self.optimizers:
-                for kind, value in optimizer.state.get(p, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"state/{self.saved_name(name)}/{kind}", value
+                for kind, value in _leaves(optimizer.state.get(p, {})):
+                    yield f"state/{self.saved_name(name)}/{kind}", value
 
     def saved_name(self, name: str) -> str:
         """Return the name of a parameter in state dicts."""
@@ -183,6 +203,15 @@ class Training:
         """Return the name under which a parameter's value is known, by each of its names."""
         first = {id(p): name for name, p in self.model.named_parameters()}
         return {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+
+def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a parameter's state by their keys, joined by points."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
 
 
 def value_of(path: str, time: int, like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,13 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "dsd_fqn_modifiers": ("_fqn_modifiers", "renamed_keys"),
     "functions": ("one by one", "together", "model alone"),
     "submodules": (False, True),
-    "optimizer": ("AdamW", "AdamW, groups", "momentum", "SGD", "two"),
+    "optimizer": ("AdamW", "AdamW, groups", "momentum", "SGD", "two", "AdamW, empty group", "nested"),
     "tied": (False, True),
     "frozen": (False, True),
     "renaming": (False, True),
     "compiled": (False, True),
     "through": ("memory", "files"),
-    "into": ("a trained model", "a new model", "a model on meta"),
+    "into": ("a trained model", "a new model", "a model with gradients", "a model on meta"),
 }
 """Values of each option but the layout, which depends on the mesh; the first is the default."""
 _FIELDS = tuple(field.name for field in fields(StateDictOptions))
@@ -94,6 +95,21 @@ SUSPECTS: tuple[Options, ...] = (
         {"flatten_optimizer_state_dict": True, "optimizer": "SGD", "functions": functions}
         for functions in ("one by one", "together")
     ),
+    # findings/flattened_state_of_empty_group.py
+    *(
+        {"flatten_optimizer_state_dict": True, "optimizer": "AdamW, empty group", "functions": functions}
+        for functions in ("one by one", "together")
+    ),
+    # findings/full_state_into_model_with_gradients.py
+    *(
+        {"full_state_dict": True, "functions": functions, "into": "a model with gradients"}
+        for functions in ("one by one", "together")
+    ),
+    # findings/flattened_state_lost_beside_gradients.py
+    *(
+        {"flatten_optimizer_state_dict": True, "functions": functions, "into": "a model with gradients"}
+        for functions in ("one by one", "together")
+    ),
     # findings/state_of_submodule_without_frozen_parameters.py
     {
         "ignore_frozen_params": True,
@@ -125,6 +141,8 @@ class Case:
             target.begin()
         if into != "a model on meta":
             target.write(_BEFORE)
+        if into == "a model with gradients":
+            target.add_gradients()
         return target
 
     @property
@@ -208,7 +226,9 @@ class Case:
             kind, _, rest = path.partition("/")
             if kind == "state":
                 name, _, what = rest.rpartition("/")
-                nested.setdefault(name, {})[what] = flat[f"state.{name}.{what}"] = value_of(path, time, tensor)
+                *keys, last = what.split(".")
+                inner = reduce(lambda each, key: each.setdefault(key, {}), keys, nested.setdefault(name, {}))
+                inner[last] = flat[f"state.{name}.{what}"] = value_of(path, time, tensor)
         groups = [{**group, "lr": 2.0**-time} for group in self._source.groups()]
         for group in groups:
             for name in group["params"]:
@@ -282,7 +302,7 @@ def _keys(value: Any) -> str:
     return str(sorted(map(str, value)))[:300] if isinstance(value, Mapping) else repr(value)[:80]
 
 
-@experiment(needs=Needs.SHARDING)
+@experiment(needs=Needs.SHARDING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Take and load state dicts with every two values of different options; two ranks with some rows alone."""
     groups, axes = Groups(), {"layout": LAYOUTS[rank.mesh.ndim], **AXES}

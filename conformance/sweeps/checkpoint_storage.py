@@ -4,7 +4,9 @@ A state on all ranks is saved three times while its tensors change: in place aft
 before the third save one grows and one is added. Each checkpoint must hold the values of its own call.
 """
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,8 +39,9 @@ TIMES = 3
 AXES: Mapping[str, tuple[Any, ...]] = {
     "saved by": ("save", "async_save", "save_state_dict"),
     "state": ("nested", "flat"),
+    "objects": (False, True),
     "path": ("its own", "the same"),
-    "writer": ("new", "kept"),
+    "writer": ("new", "kept", "found by path"),
     "single_file_per_rank": (True, False),
     "sync_files": (True, False),
     "thread_count": (1, 3),
@@ -75,6 +78,12 @@ _TOGETHER, _ALONE = ("load", "load_state_dict"), ("each rank alone", "dcp_to_tor
 """Functions with which all ranks load, and those with which one process does without the others."""
 
 
+_OF_WRITERS = (
+    *("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "_extensions"),
+    *("cache_staged_state_dict", "path", "use_collectives"),
+)
+"""Options that a writer is made with, or that need one that may overwrite."""
+
 RULES: tuple[Rule, ...] = (
     *needs(
         AXES,
@@ -88,6 +97,7 @@ RULES: tuple[Rule, ...] = (
         ("flatten_state_dict", "state", "flat"),
         # Writers and planners hold the state of the save that uses them; a stager has one copy of each tensor.
         ("writer", "in flight", "one"),
+        *((option, "writer", "new", "kept") for option in _OF_WRITERS),
         ("planner", "in flight", "one"),
         ("cache_staged_state_dict", "saved by", "async_save"),
         ("cache_staged_state_dict", "stager", "none"),
@@ -102,6 +112,10 @@ RULES: tuple[Rule, ...] = (
         ("_extensions", "loaded by", *_TOGETHER),
         ("allow_partial_load", "loaded by", *_TOGETHER, "each rank alone"),
     ),
+    # Documented: it refuses what is neither a tensor nor a number.
+    forbids("objects", "stager", when=lambda objects, stager: objects and stager == "type check"),
+    # The deprecated functions take writers alone.
+    forbids("writer", "saved by", when=lambda writer, api: writer == "found by path" and api == "save_state_dict"),
     # One process alone loads full tensors.
     forbids("loaded by", "into", when=lambda api, into: api in _ALONE and into != "plain tensors"),
 )
@@ -139,6 +153,20 @@ STAGERS: Mapping[str, Callable[[], AsyncStager | None]] = {
     "blocking and cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
     "type check": lambda: BlockingAsyncStager(type_check=True),
 }
+
+
+@dataclass
+class Position:
+    """Object with attributes, of which a copy is made by its dictionary."""
+
+    epoch: int
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Object with slots and without a dictionary."""
+
+    sample: int
 
 
 class Counter:
@@ -181,9 +209,22 @@ def full_values(time: int) -> dict[str, Any]:
     return values
 
 
-def state_of(time: int, mesh: DeviceMesh | None, layouts: Mapping[str, Layout], *, nested: bool) -> dict[str, Any]:
+def objects_of(time: int) -> dict[str, Any]:
+    """Return values of types of which a copy is made in different ways."""
+    ordered = OrderedDict(first=numbers((2, 3), 10 * time + 6), second=time)
+    return {
+        "position": Position(time),
+        "cursor": Cursor(time),
+        "recent": deque([time, time + 0.5]),
+        "ordered": ordered,
+    }
+
+
+def state_of(
+    time: int, mesh: DeviceMesh | None, layouts: Mapping[str, Layout], *, nested: bool, objects: bool
+) -> dict[str, Any]:
     """Return the state of a time with tensors on a mesh, or plain ones; if nested, also an object, and tied tensors."""
-    values = full_values(time)
+    values = full_values(time) | (objects_of(time) if objects else {})
     for name, layout in layouts.items():
         values[name] = placed(values[name], mesh, layout)
     if not nested:
@@ -215,7 +256,8 @@ def in_place(old: Any, new: Any) -> Any:
         local(old).copy_(local(new))
         return old
     if isinstance(new, Mapping) and isinstance(old, Mapping):
-        return {key: in_place(old.get(key), value) for key, value in new.items()}
+        pairs = ((key, in_place(old.get(key), value)) for key, value in new.items())
+        return OrderedDict(pairs) if isinstance(new, OrderedDict) else dict(pairs)
     if isinstance(new, list) and isinstance(old, list):
         return [in_place(*pair) for pair in zip(old, new, strict=True)]
     return new
@@ -233,6 +275,7 @@ class Case:
         self._options, self._directory, self._groups = options, directory, groups
         self._mesh, self._trial = mesh, trial
         self._is_nested = options["state"] == "nested"
+        self._kind = {"nested": self._is_nested, "objects": options["objects"]}
         # The cache of plans is the class's: rows with classes of their own cannot disturb each other.
         self._planner_class = type(f"Planner of {directory.name}", (DefaultSavePlanner,), {})
         self._kept: dict[str, Any] = {}
@@ -250,7 +293,7 @@ class Case:
         found: dict[str, str] = {}
         state: dict[str, Any] = {}
         for time in range(TIMES):
-            state = in_place(state, state_of(time, self._mesh, _LAYOUTS, nested=self._is_nested))
+            state = in_place(state, state_of(time, self._mesh, _LAYOUTS, **self._kind))
             saves.append(self._saved(state, time))
             self._train(state, saves[-1])
             if self._options["in flight"] == "one":
@@ -273,12 +316,16 @@ class Case:
 
     def _saved(self, state: dict[str, Any], time: int) -> Any:
         options, group = self._options, self._group(time)
-        writer, planner = self._writer(time), self._planner()
+        planner = self._planner()
+        call: dict[str, Any] = {"planner": planner, "process_group": group}
+        if options["writer"] == "found by path":
+            call["checkpoint_id"] = str(self._folder(time))
+        else:
+            call["storage_writer"] = writer = self._writer(time)
         if options["saved by"] == "save_state_dict":
             rank = options["coordinator_rank"]
             writer.reset(self._folder(time))
             return save_state_dict(plain_dicts(state), writer, group, coordinator_rank=rank, planner=planner)
-        call = {"storage_writer": writer, "planner": planner, "process_group": group}
         if options["writer"] == "kept":
             call["checkpoint_id"] = self._folder(time)
         if not options["use_collectives"]:
@@ -343,13 +390,13 @@ class Case:
         """Load a checkpoint into other values; returns the differences from those at its call."""
         options = self._options
         layouts = {"the same layouts": _LAYOUTS, "other layouts": _OTHER}.get(options["into"], {})
-        target = spoiled(state_of(time, self._mesh, layouts, nested=self._is_nested))
+        target = spoiled(state_of(time, self._mesh, layouts, **self._kind))
         if self._is_nested:
             target["counter"] = Counter(-1)
         if options["allow_partial_load"]:
             (target["model"] if self._is_nested else target)[_ABSENT] = torch.full((3,), 7.0)
         target = self._read(target, time)
-        expected = dict(leaves(state_of(time, None, {}, nested=self._is_nested)))
+        expected = dict(leaves(state_of(time, None, {}, **self._kind)))
         measured = dict(leaves(target))
         if options["allow_partial_load"]:
             expected |= {f"{'model.' * self._is_nested}{_ABSENT}": torch.full((3,), 7.0)}
@@ -371,7 +418,7 @@ class Case:
                     target, FileSystemReader(folder, registry()), group, options["coordinator_rank"], planner=planner
                 )
             case "each rank alone":
-                load(target, checkpoint_id=folder, planner=planner, no_dist=True)
+                load(target, checkpoint_id=str(folder), planner=planner, no_dist=True)
             case _:
                 if dist.get_rank() == 0:
                     dcp_to_torch_save(folder, folder / "torch.pt")
@@ -380,7 +427,7 @@ class Case:
         return target
 
 
-@experiment(needs=Needs.SHARDING)
+@experiment(needs=Needs.SHARDING, takes_share=True)
 def sweep(rank: RankWorld) -> Swept:
     """Save and load with every three values of different options; two ranks with some rows alone."""
     groups, mesh = Groups(), DeviceMesh(rank.device.type, [*range(rank.size)])

@@ -1,8 +1,10 @@
 """Checkpoints in sweeps: their process groups, and state whose values every rank knows before it is saved or loaded."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from conformance.experiments.context import RankWorld
 from conformance.instruments.sharding import local
 from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.drawing import share_of
 from conformance.sweeps.layouts import Layout, difference, distributed, integers, is_member, placed_shard
 from conformance.sweeps.trials import Ended, Swept, Trials
 
@@ -91,9 +94,11 @@ def spoiled(state: Any) -> Any:
         local(state).fill_(77)
         return state
     if isinstance(state, Mapping):
-        return {key: spoiled(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [spoiled(value) for value in state]
+        return type(state)((key, spoiled(value)) for key, value in state.items())  # type: ignore[call-arg]
+    if isinstance(state, (list, deque)):
+        return type(state)(spoiled(value) for value in state)
+    if is_dataclass(state) and not isinstance(state, type):
+        return replace(state, **{each.name: spoiled(getattr(state, each.name)) for each in fields(state)})
     return type(state)(-1) if isinstance(state, (int, float)) else "other" if isinstance(state, str) else state
 
 
@@ -119,7 +124,7 @@ def sweep_rows(
 ) -> Swept:
     """Try a covering sweep with these options on a mesh like this one, each row in a new directory.
 
-    Two ranks try four rows, which the seed of the cell draws.
+    Two ranks try rows with each value of each option, which the seed of the cell draws; of a share four.
     """
     trials, numbers_of_rows = Trials(mesh), count()
 
@@ -130,9 +135,14 @@ def sweep_rows(
             rmtree(directory, ignore_errors=True)
         return end
 
-    few = partial(_few, seed=rank.config.seed) if rank.size == 2 else None
-    return CoveringSweep(ended=ended, strength=2, draw=few, **options).swept(rank.subjects)
+    drawn = _few if rank.sweep_share < 1.0 else _with_each_value
+    draw = partial(drawn, seed=rank.config.seed) if rank.size == 2 else None
+    return CoveringSweep(ended=ended, strength=2, draw=draw, **options).swept(rank.subjects)
 
 
 def _few(rows: Sequence[Options], *, seed: int) -> list[Options]:
     return Random(seed).sample(rows, min(4, len(rows)))
+
+
+def _with_each_value(rows: Sequence[Options], *, seed: int) -> list[Options]:
+    return share_of(rows, lambda row: row.items(), share=0.0, seed=seed)

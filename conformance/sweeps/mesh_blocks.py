@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 EXPERTS, ROWS, COLUMNS = 8, 8, 4
@@ -142,9 +142,53 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
 Arrangements = tuple[Arrangement, ...]
 
 
+def _named(
+    *, shard: tuple[int, ...] = (), replicate: tuple[int, ...] = (), sliced: int | None = None, fsdp_dim: int = 0
+) -> Callable[[Block, Meshes], None]:
+    """Return a function that lays a block out on the mesh of two dimensions, of which FSDP shards those of a number.
+
+    The inner ranks hold slices of the weight along a dimension, or replicas.
+    """
+
+    def arrange(block: Block, meshes: Meshes) -> None:
+        for name in ("weight", "bias"):
+            inner = Replicate() if sliced is None or name == "bias" else Shard(sliced)
+            full = getattr(block, name).detach()
+            setattr(block, name, nn.Parameter(distribute_tensor(full, meshes.two, [Replicate(), inner])))
+        names = meshes.two.mesh_dim_names or ()
+        fully_shard(
+            block,
+            mesh=meshes.two,
+            shard_placement_fn=(lambda p: Shard(fsdp_dim if p.ndim > 1 else 0)) if shard else None,
+            dp_mesh_dims=DataParallelMeshDims(
+                shard=_names_at(shard, names) or None, replicate=_names_at(replicate, names) or None
+            ),
+        )
+
+    return arrange
+
+
+def _names_at(dims: tuple[int, ...], names: Sequence[str]) -> tuple[str, ...] | str:
+    """Return the names of the dimensions of a mesh; of one alone its name, as a call may spell it, too."""
+    return names[dims[0]] if len(dims) == 1 else tuple(names[dim] for dim in dims)
+
+
+SPMD: Arrangements = (
+    Arrangement("named rows", _named(shard=(0,), sliced=1), lambda _rank, outer, _inner: outer, sliced=1),
+    Arrangement(
+        "named strided rows", _named(shard=(0,), sliced=1, fsdp_dim=1), lambda _rank, outer, _inner: outer, sliced=1
+    ),
+    Arrangement("named columns", _named(shard=(0,), sliced=2, fsdp_dim=2), lambda _rank, outer, _inner: outer, sliced=2),
+    Arrangement("named HSDP", _named(shard=(1,), replicate=(0,)), lambda rank, _outer, _inner: rank),
+    Arrangement("named flat", _named(shard=(0, 1)), lambda rank, _outer, _inner: rank),
+    Arrangement("named replicas", _named(replicate=(0,), sliced=1), lambda _rank, outer, _inner: outer, sliced=1),
+)
+"""Arrangements of parameters that are DTensors on the whole mesh, of which `dp_mesh_dims` names dimensions."""
+
+
 def combinations_of_blocks() -> list[Arrangements]:
-    """Return any two arrangements, and all together."""
-    return [*combinations(ARRANGEMENTS, 2), ARRANGEMENTS]
+    """Return any two arrangements, all together, and those of named dimensions."""
+    return [*combinations(ARRANGEMENTS, 2), ARRANGEMENTS, SPMD]
 
 
 FEW: Arrangements = tuple(each for each in ARRANGEMENTS if each.name in ("FSDP", "HSDP", "experts", "plain"))
@@ -153,7 +197,8 @@ FEW: Arrangements = tuple(each for each in ARRANGEMENTS if each.name in ("FSDP",
 
 def name_of(arrangements: Arrangements) -> str:
     """Return the name of a model by its arrangements."""
-    return "all together" if arrangements == ARRANGEMENTS else " and ".join(each.name for each in arrangements)
+    known = {ARRANGEMENTS: "all together", SPMD: "named dimensions"}
+    return known.get(arrangements) or " and ".join(each.name for each in arrangements)
 
 
 def block_name(name: str, arrangements: Arrangements) -> str:

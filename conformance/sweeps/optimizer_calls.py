@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.covering_sweep import CoveringSweep, Options
+from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids
 from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.layouts import distributed, placed_shard
 from conformance.sweeps.optimizers import (
@@ -42,11 +42,17 @@ _LATER_SWITCHES = ("amsgrad", "maximize", "foreach", "capturable", "differentiab
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "closure": (False, True),
-    "groups": ("one", "two", "added later"),
-    "hooks": (False, True),
-    "restored": ("never", "into a new optimizer", "from an old checkpoint", "by copy"),
+    "groups": ("one", "two", "added later", "one tensor", "with names"),
+    "hooks": ("none", "in front", "behind"),
+    "restored": (
+        "never",
+        "into a new optimizer",
+        "from an old checkpoint",
+        "by copy",
+        *(["swapped in"] if hasattr(torch.optim, "swap_in_optimizer_params_and_state") else []),
+    ),
     "zero_grad": ("never", "to none", "to zero"),
-    "gradients": ("of all", "not of the last"),
+    "gradients": ("of all", "not of the last", "with graphs"),
     "numbers": ("real", "complex"),
 }
 """Values of each option; the first is the default."""
@@ -55,8 +61,13 @@ _OF_LINE_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "groups": ("one",),
     "zero_grad": ("never",),
     "numbers": ("real",),
+    "restored": tuple(way for way in OPTIONS["restored"] if way != "swapped in"),
 }
 """Values of an optimizer that evaluates the loss, and has one group of real numbers."""
+_RULES = (
+    # Gradients with graphs are no leaves, which alone can be copied.
+    forbids("gradients", "restored", when=lambda gradients, way: gradients == "with graphs" and way == "by copy"),
+)
 
 
 @experiment(needs=Needs.SHARDING, takes_share=True)
@@ -69,16 +80,17 @@ def sweep(rank: RankWorld) -> Swept:
         if make is torch.optim.SparseAdam:  # it refuses dense gradients
             continue
         more = _OF_LINE_SEARCH if make is torch.optim.LBFGS else {}
-        options = {"implementation": implementations(make), **OPTIONS, **more, **_tensor_options(make)}
+        variants = {"variant": ("usual", *_variants(make))}
+        options = {"implementation": implementations(make), **OPTIONS, **more, **variants, **_tensor_options(make)}
         ended = partial(_ended, trials, setting, make)
-        rows = CoveringSweep(options, ended, make.__name__, 2, draw=draw_of(rank))
+        rows = CoveringSweep(options, ended, make.__name__, 2, _RULES, draw=draw_of(rank))
         total.add(rows.swept(rank.subjects))
     return total
 
 
 def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
     betas = {"betas": tuple(map(torch.tensor, _betas(make).default))} if row.get("betas") == "tensors" else {}
-    sample = sample_of(make, row["implementation"], betas)
+    sample = sample_of(make, row["implementation"], {**_variants(make).get(row["variant"], {}), **betas})
     numbers = numbers_of(setting, sample, trials.mesh)
     if row["numbers"] == "complex":
         numbers = Numbers([*map(_complex, numbers.parameters)], [[*map(_complex, each)] for each in numbers.gradients])
@@ -88,6 +100,20 @@ def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options
 def _tensor_options(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
     """Return the option of an optimizer whose signature allows `betas` that are tensors."""
     return {"betas": ("numbers", "tensors")} if "Tensor" in str(_betas(make).annotation) else {}
+
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "amsgrad": {"amsgrad": True},
+    "centered": {"centered": True, "momentum": 0.5},
+    "maximize": {"maximize": True, "weight_decay": 0.25},
+}
+"""Options that give an optimizer another state or formula, by the switch of a signature."""
+
+
+def _variants(make: type[Optimizer]) -> dict[str, Mapping[str, Any]]:
+    """Return the variants that the signature of an optimizer allows."""
+    parameters = inspect.signature(make).parameters
+    return {name: options for name, options in _VARIANTS.items() if {*options} <= {*parameters}}
 
 
 def _betas(make: type[Optimizer]) -> inspect.Parameter:
@@ -141,7 +167,8 @@ def _loss_of(
     def add() -> float:
         count = len(parameters) - (row["gradients"] == "not of the last")
         for p, gradient in zip(parameters[: max(1, count)], gradients, strict=False):
-            p.grad = gradient.clone() if p.grad is None else p.grad + gradient
+            own = gradient.clone().requires_grad_(row["gradients"] == "with graphs") * 1
+            p.grad = own if p.grad is None else p.grad + own
         return 0.0
 
     return add
@@ -153,9 +180,15 @@ def _made(sample: OptimizerSample, row: Options, parameters: Sequence[Tensor]) -
         groups = [{"params": [p], "lr": sample.options["lr"] / (index + 1)} for index, p in enumerate(parameters)]
     elif row["groups"] == "added later":
         groups = [parameters[0]]
+    elif row["groups"] == "one tensor":
+        groups = [{"params": p} for p in parameters]
+    elif row["groups"] == "with names":
+        groups = [(f"parameter {index}", p) for index, p in enumerate(parameters)]
     optimizer = sample.make(groups, **sample.options)
-    if row["hooks"]:
+    if row["hooks"] == "in front":
         _hook(optimizer)
+    elif row["hooks"] == "behind":
+        _hook_behind(optimizer)
     return optimizer
 
 
@@ -167,6 +200,21 @@ def _hook(optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(lambda _each, state: _with_rates(state, 4.0), prepend=True)
     optimizer.register_load_state_dict_pre_hook(lambda _each, state: _with_rates(state, 0.5), prepend=True)
     optimizer.register_load_state_dict_post_hook(_negate_parameters, prepend=True)
+
+
+def _hook_behind(optimizer: Optimizer) -> None:
+    """Register a hook of each kind behind others: they change what they get, and return nothing but arguments."""
+    optimizer.register_step_pre_hook(_multiply_before_step)
+    optimizer.register_state_dict_pre_hook(_multiply_gradients)
+    optimizer.register_state_dict_post_hook(lambda _each, state: state.update(_with_rates(state, 4.0)))
+    optimizer.register_load_state_dict_pre_hook(lambda _each, state: state.update(_with_rates(state, 0.5)))
+    optimizer.register_load_state_dict_post_hook(_negate_parameters)
+
+
+def _multiply_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Multiply gradients, and return the arguments of the step, as a hook may."""
+    _multiply_gradients(optimizer)
+    return args, kwargs
 
 
 def _multiply_gradients(optimizer: Optimizer) -> None:
@@ -194,6 +242,9 @@ def _restored(
     match row["restored"]:
         case "never":
             return parameters, optimizer
+        case "swapped in":
+            _step_swapped(parameters, optimizer)
+            return parameters, optimizer
         case "by copy":
             copied: tuple[list[Tensor], Optimizer] = copy.deepcopy((parameters, optimizer))
             return copied
@@ -205,6 +256,19 @@ def _restored(
         made.add_param_group({"params": parameters[1:]})
     made.load_state_dict(state)
     return parameters, made
+
+
+def _step_swapped(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+    """Step other parameters with a copy of the state, and give them to the optimizer's own, whose state stays."""
+    state = copy.deepcopy(optimizer.state_dict())
+    swapped = {f"{index}": p.detach().clone().requires_grad_() for index, p in enumerate(parameters)}
+    for other, p in zip(swapped.values(), parameters, strict=True):
+        other.grad = None if p.grad is None else p.grad.detach().clone()
+    with torch.optim.swap_in_optimizer_params_and_state(optimizer, swapped, state):
+        optimizer.step()
+    with torch.no_grad():
+        for other, p in zip(swapped.values(), parameters, strict=True):
+            p.copy_(other)
 
 
 def _make_old(state: dict[str, Any]) -> None:

@@ -51,10 +51,49 @@ _VALUES: dict[str, dict[str, Any]] = {
     "line_search_fn": {"line_search_fn": "strong_wolfe"},
     "adjust_lr_fn": {"adjust_lr_fn": "match_rms_adamw"},
     "etas": {"etas": (0.25, 1.5)},  # on either side of 1
+    "step_sizes": {"step_sizes": (1e-6, 0.25)},  # the largest one is reached
+    "history_size": {"history_size": 1},
+    "max_eval": {"max_eval": 1},
+    # No rounding makes a gradient, or a change, greater.
+    "tolerance_grad": {"tolerance_grad": 2.0**10},
+    "tolerance_change": {"tolerance_change": 2.0**10},
 }
 """Options by the parameter of a signature that they try, with its prerequisites.
 
 Switches need no entry, nor do numbers that may be halved."""
+_TOGETHER: dict[str, dict[str, dict[str, Any]]] = {
+    # A first step that goes too far, from where the search goes back.
+    "LBFGS": {"long search": {"line_search_fn": "strong_wolfe", "lr": 64.0}},
+    **dict.fromkeys(
+        ("Adam", "AdamW"),
+        {
+            "learned": {
+                "differentiable": True,
+                "weight_decay": torch.tensor(0.25, requires_grad=True),
+                "betas": (torch.tensor(0.5, requires_grad=True), torch.tensor(0.75, requires_grad=True)),
+            },
+            "learned rate": {
+                "differentiable": True,
+                "lr": torch.tensor(_LR, requires_grad=True),
+                "weight_decay": torch.tensor(0.25),
+                "betas": (torch.tensor(0.5), torch.tensor(0.75)),
+            },
+        },
+    ),
+    "SGD": {
+        "learned": {
+            "differentiable": True,
+            "weight_decay": torch.tensor(0.25, requires_grad=True),
+            "lr": torch.tensor(_LR, requires_grad=True),
+        },
+        "learned rate": {
+            "differentiable": True,
+            "weight_decay": torch.tensor(0.25),
+            "lr": torch.tensor(_LR, requires_grad=True),
+        },
+    },
+}
+"""Options of one optimizer that take effect together, by a name; those that are learned are tensors with gradients."""
 _IMPLEMENTATIONS = ("foreach", "fused")
 _FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimizers whose steps a graph of CUDA can capture."""
@@ -64,6 +103,12 @@ IMPOSSIBLE: dict[str, str] = {
     **{f"{name}, foreach, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
     **{f"{name}, foreach, differentiable": "operators on lists have no gradient" for name in (*_FOR_GRAPHS, "Adagrad")},
     **{f"{name}, fused, differentiable": "has no gradient" for name in ("Adagrad", "Adam", "AdamW", "SGD")},
+    **{
+        f"{name}, {implementation}, {option}": "has no gradient"
+        for name in ("Adam", "AdamW", "SGD")
+        for implementation in _IMPLEMENTATIONS
+        for option in ("learned", "learned rate")
+    },
     **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
     **{f"SparseAdam{option}": "refuses dense gradients" for option in _OF_SPARSE},
 }
@@ -157,7 +202,8 @@ def _options_of(make: type[Optimizer]) -> dict[str, dict[str, Any]]:
             options[name] = {name: not parameter.default}
         elif name != "lr" and make.__name__ not in _REDUCING and (half := _half(parameter.default)) is not None:
             options[name] = {name: half}
-    return options | {"tensor lr": {"lr": torch.tensor(_USUAL.get(make.__name__, {}).get("lr", _LR))}}
+    rate = {"tensor lr": {"lr": torch.tensor(_USUAL.get(make.__name__, {}).get("lr", _LR))}}
+    return options | rate | _TOGETHER.get(make.__name__, {})
 
 
 def _half(default: Any) -> Any:

@@ -69,7 +69,13 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "scale_grads": (True, False),
     "losses": (True, False),
     "return_outputs": (True, False),
-    "metadata": ("inferred", "given", "given without requires_grad", "given on the first rank"),
+    "metadata": (
+        "inferred",
+        "given",
+        "given with gradients",
+        "given without requires_grad",
+        "given on the first rank",
+    ),
     "chunk_specs": ("default", "given", "along dim 1"),
     "kwargs": ("none", "tensor", "number", "nested"),
     "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "view", "bf16", "transposed"),
@@ -106,18 +112,26 @@ def _lacks(row: Options) -> bool:
     return lacks or (fixed and row["stages_per_rank"] != "usual")
 
 
+def _is_known(second_dim: str, metadata: str) -> bool:
+    """Return whether metadata of activations can be given: of sharded DTensors the layouts of gradients are open."""
+    if second_dim not in DTENSORS or metadata == "inferred":
+        return True
+    return second_dim == "replicated DTensors" and metadata in ("given", "given with gradients")
+
+
 RULES = (
     Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
     # FSDP calls hooks on the gradients of shards.
     forbids("stage", "second_dim", when=lambda stage, parallel: stage == "parameter hooks" and parallel != "none"),
-    # DTensors meet schedules, calls and losses: static metadata, among others, would need the layouts of gradients.
+    # DTensors meet schedules, calls, losses and metadata, which have the layouts of gradients if they are replicated.
     *needs(
         OPTIONS,
         *(
             (option, "second_dim", *(value for value in OPTIONS["second_dim"] if value not in DTENSORS))
-            for option in ("metadata", "kwargs", "passed", "outputs", "frozen", "input_requires_grad", "stage")
+            for option in ("kwargs", "passed", "outputs", "frozen", "input_requires_grad", "stage")
         ),
     ),
+    forbids("second_dim", "metadata", when=lambda parallel, given: not _is_known(parallel, given)),
     forbids("second_dim", "chunk_specs", when=lambda parallel, specs: parallel in DTENSORS and specs == "along dim 1"),
     # A pipeline of two stages trains nothing.
     forbids("calls", "frozen", when=lambda calls, frozen: "freeze first" in calls and frozen in ("second", "last")),
@@ -221,6 +235,9 @@ class Pipeline:
             self._options["metadata"] != "given on the first rank" or self._rank == 0
         ):
             arguments = {"input_args": self._examples(index), "output_args": self._examples(index + 1)}
+            if self._options["metadata"] == "given with gradients":
+                for kind in ("input", "output"):
+                    arguments[f"{kind}_grads"] = _gradients_like(arguments[f"{kind}_args"])
         if self._placement is not None:
             arguments["get_mesh"] = lambda *_: self._second_dim
         if self._options["stage"] == "dw_builder":
@@ -266,6 +283,11 @@ class Pipeline:
                 arguments[option] = options[option]
         owned: Any = stages[0] if is_single(options["schedule"]) else stages
         return schedule(owned, self.layout.micro_batches, **arguments)
+
+
+def _gradients_like(examples: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Return empty tensors like the gradients of examples; None for those that need none."""
+    return tuple(torch.empty_like(each).detach() if each.requires_grad else None for each in examples)
 
 
 def _dim(mesh: DeviceMesh) -> str:

@@ -32,6 +32,7 @@ from conformance.sweeps.mesh_blocks import (
     EXPERTS,
     FEW,
     ROWS,
+    SPMD,
     Arrangements,
     Meshes,
     Model,
@@ -88,7 +89,8 @@ class _Sweep:
     def __init__(self, rank: RankWorld) -> None:
         self.trials, self.meshes = Trials(fsdp_mesh(rank.mesh)), WorldMeshes()
         self.has_pairs = rank.config.seed != TrainerConfig().seed
-        models = combinations_of_blocks() if self.has_pairs else [FEW]
+        few = [FEW] if rank.sweep_share < 1.0 else [FEW, SPMD]
+        models = combinations_of_blocks() if self.has_pairs else few
         self.models = select_samples(models, name_of, restricted_to=rank.subjects)
 
     def attempt(
@@ -98,7 +100,7 @@ class _Sweep:
         self.trials.attempt(name_of(arrangements), kind, case, lambda mesh: call(self.meshes.for_trial(mesh)))
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def train(rank: RankWorld) -> Swept:
     """Compute gradients: of one batch, and of two micro-batches of which the last is reduced."""
     sweep = _Sweep(rank)
@@ -166,7 +168,7 @@ CLIPPINGS: Mapping[str, Clip] = {
 }
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def clip(rank: RankWorld) -> Swept:
     """Clip the gradients of each model in each way, with each order of the norm."""
     sweep = _Sweep(rank)
@@ -212,7 +214,7 @@ def _clipping_faults(
     return faults
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def step(rank: RankWorld) -> Swept:
     """Step with each optimizer over the parameters of each model; options with the model of all arrangements alone."""
     sweep = _Sweep(rank)
@@ -227,7 +229,7 @@ def step(rank: RankWorld) -> Swept:
 
 def _is_tried(sample: OptimizerSample, arrangements: Arrangements) -> bool:
     is_cheap = sample.make.__name__ in ("AdamW", "SGD")
-    return arrangements == ARRANGEMENTS or (sample.is_usual and (arrangements != FEW or is_cheap))
+    return arrangements == ARRANGEMENTS or (sample.is_usual and (arrangements not in (FEW, SPMD) or is_cheap))
 
 
 class _Placed:
@@ -240,9 +242,9 @@ class _Placed:
     def on(self, meshes: Meshes) -> list[tuple[DeviceMesh | None, Layout]]:
         """Return the mesh and layout of each parameter; no mesh for plain tensors."""
         if meshes is not self._meshes:
-            self._meshes = meshes
             parameters = Model(self.arrangements, meshes).blocks.parameters()
             self._layouts = [_place_of(p) for p in parameters]
+            self._meshes = meshes
         return self._layouts
 
 
@@ -274,7 +276,7 @@ FORMS: Mapping[str, StateDictOptions] = {
 }
 
 
-@experiment(needs=Needs.TRAINING)
+@experiment(needs=Needs.TRAINING, takes_share=True)
 def checkpoint(rank: RankWorld) -> Swept:
     """Save each model after a step, and load it into the model whose arrangements have changed places."""
     sweep = _Sweep(rank)
