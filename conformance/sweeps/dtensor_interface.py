@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.dtensor_members import tensor_of_other_ranks
 from conformance.sweeps.interface_sweep import (
     DTYPES,
     OMITTED,
@@ -67,6 +68,7 @@ def interfaces(mesh: DeviceMesh) -> Iterator[Interface]:
     yield _argument_of_distribution(mesh)
     yield _pending_integers(mesh)
     yield _distribute_module()
+    yield tensor_of_other_ranks(mesh)
     yield from _factories(mesh)
 
 

@@ -94,6 +94,7 @@ _TOGETHER: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Options of one optimizer that take effect together, by a name; those that are learned are tensors with gradients."""
+_LEARNED = ("learned", "learned rate")
 _IMPLEMENTATIONS = ("foreach", "fused")
 _FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimizers whose steps a graph of CUDA can capture."""
@@ -107,7 +108,7 @@ IMPOSSIBLE: dict[str, str] = {
         f"{name}, {implementation}, {option}": "has no gradient"
         for name in ("Adam", "AdamW", "SGD")
         for implementation in _IMPLEMENTATIONS
-        for option in ("learned", "learned rate")
+        for option in _LEARNED
     },
     **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
     **{f"SparseAdam{option}": "refuses dense gradients" for option in _OF_SPARSE},
@@ -307,9 +308,18 @@ def pair_sweep(rank: RankWorld) -> Swept:
 
 
 def _rules_of(options: Collection[str]) -> list[Rule]:
-    """Return the rule of LBFGS: the loss has no maximum, towards which a line search ends anywhere."""
-    pair = ("line_search_fn", "maximize")
-    return [forbids(*pair, when=lambda search, maximize: search and maximize)] if {*pair} <= {*options} else []
+    """Return the rules of an optimizer.
+
+    The loss of LBFGS has no maximum, towards which a line search ends anywhere; what is learned needs the default
+    implementation, as `IMPOSSIBLE` says.
+    """
+    searches, learned = ({*options} & {*names} for names in (("line_search_fn", "long search"), _LEARNED))
+    if "maximize" not in options:
+        searches = set()
+    return [
+        *(forbids(name, "maximize", when=lambda search, maximize: search and maximize) for name in searches),
+        *(forbids(name, "implementation", when=lambda learns, way: learns and way != "default") for name in learned),
+    ]
 
 
 def _ended_with(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:

@@ -1,0 +1,94 @@
+"""DTensors on some of the ranks: calls that all ranks make, of which those outside of the mesh hold nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.interface_sweep import SIZES, Faults, Interface, layout_of, layouts, shape_of
+from conformance.sweeps.layouts import difference, integers, is_member
+
+
+def _replicated(x: Tensor) -> Tensor:
+    return x.redistribute(placements=[Replicate()]) if isinstance(x, DTensor) else x
+
+
+def _returned_from_local(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+_REFUSING_BACKWARD: Mapping[str, Callable[[Tensor], Any]] = {
+    # findings/backward_outside_of_mesh.py
+    "redistribute": _replicated,
+    "from_local": _returned_from_local,
+}
+_CALLS: Mapping[str, Callable[[Tensor], Any]] = {
+    "sum with a number": lambda x: x + 1,
+    "sum of dim 0": lambda x: x.sum(0),
+    "sum": lambda x: x.sum(),
+    "parts": lambda x: x.split(1),
+    "maximum": lambda x: tuple(x.max(1)),
+    "product": lambda x: x @ x.t(),
+    "change in place": lambda x: x.clone().mul_(2),
+    "equal": lambda x: torch.equal(x, x.clone()),
+    **_REFUSING_BACKWARD,
+}
+"""Calls that all ranks make, those outside of the mesh, too."""
+
+
+def tensor_of_other_ranks(mesh: DeviceMesh) -> Interface:
+    """Return the interface of tensors on half of the ranks of a mesh. A collective of all ranks.
+
+    Two ranks leave out what is known to fail, as a share of a sweep does.
+    """
+    assert mesh.mesh_dim_names is not None
+    names = (f"{mesh.mesh_dim_names[0]}_members",)
+    members = DeviceMesh(mesh.device_type, [*range(mesh.size() // 2)], mesh_dim_names=names)
+    failing = forbids("call", "backward", when=lambda call, backward: backward and call in _REFUSING_BACKWARD)
+    return Interface(
+        "distribute_tensor, other ranks",
+        distribute_tensor,
+        values={"placements": layouts(1, ("S0", "S1", "R"))},
+        faults=lambda options, _mesh: _called(options, members),
+        given=("tensor", "device_mesh", "src_data_rank"),
+        conditions={"call": tuple(_CALLS), "size": SIZES, "backward": (False, True)},
+        rules=[failing] if mesh.size() == 2 else [],
+    )
+
+
+def _called(options: Options, members: DeviceMesh) -> Faults:
+    full = integers(*shape_of(options["size"], members))
+    given = distribute_tensor(full.clone(), members, layout_of(options["placements"])).requires_grad_()
+    single = full.clone().requires_grad_()
+    call = _CALLS[options["call"]]
+    measured, expected = (call(x) for x in (given, single))
+    if isinstance(expected, bool):
+        if measured is not expected:
+            yield "result", f"{measured}, expected {expected}"
+        return
+    pairs = [*zip(*((each,) if isinstance(each, Tensor) else each for each in (measured, expected)), strict=True)]
+    for one, other in pairs:
+        yield from _compared("result", one, other)
+    if options["backward"]:
+        torch.autograd.backward([one.sum() for one, _ in pairs if one.requires_grad])
+        torch.autograd.backward([other.sum() for _, other in pairs if other.requires_grad])
+        yield from _compared("gradient", given.grad, single.grad)
+
+
+def _compared(fault: str, measured: Tensor | None, expected: Tensor | None) -> Faults:
+    """Yield a fault if a tensor is wrong on a rank of its mesh, or if another rank does not know what it is."""
+    assert isinstance(measured, DTensor)
+    assert expected is not None
+    if is_member(measured.device_mesh):
+        if text := difference(measured, expected, bound=0.0):
+            yield fault, text
+    elif (measured.shape, measured.dtype) != (expected.shape, expected.dtype):
+        yield fault, f"{measured.dtype} of {tuple(measured.shape)} outside of the mesh"
+    elif expected.ndim and measured.to_local().numel():
+        yield fault, f"{measured.to_local().numel()} elements outside of the mesh"
