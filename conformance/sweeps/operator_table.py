@@ -112,6 +112,7 @@ def _binary() -> Iterator[Sample]:
     yield sample("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "a b", "a b", "a b")
     yield sample("addcdiv", torch.addcdiv, "a b", "a b", "a b positive", exact=False)
     yield sample("equal", torch.equal, "a b", "a b")
+    yield sample("equal numbers", lambda x, y: torch.equal(x.sum(), y.sum()), "a b", "a b")
     yield sample("equal to itself", lambda x: torch.equal(x, x.clone()), "a b")
     yield sample("allclose to itself", lambda x: torch.allclose(x, x.clone()), "a b")
 
@@ -182,6 +183,8 @@ def _sorts_and_scans() -> Iterator[Sample]:
     yield sample("unique", torch.unique, "a b")
     yield sample("nonzero", torch.nonzero, "a b bool")
     yield sample("bincount", lambda x: torch.bincount(x, minlength=4), "a labels")
+    yield sample("histc between its own ends", lambda x: torch.histc(x, 4), "a b distinct")
+    yield sample("multinomial of one certain", lambda x: (1000 * x).softmax(-1).multinomial(1), "a b distinct")
     yield sample("histc", lambda x: torch.histc(x, 4, -4, 4), "a b")
     yield sample("searchsorted", lambda x, y: torch.searchsorted(x.sort(-1).values, y), "a b distinct", "a b")
     yield sample("isin", torch.isin, "a b", "3")
@@ -200,6 +203,9 @@ def _shapes() -> Iterator[Sample]:
         "unsqueeze": lambda x: x.unsqueeze(0),
         "unsqueeze the last": lambda x: x.unsqueeze(-1),
         "squeeze": lambda x: x[:, :1].squeeze(1),
+        "squeeze of a larger dim": lambda x: x.squeeze(0),
+        "squeeze of any": lambda x: x.squeeze(),
+        "squeeze of two": lambda x: x.squeeze((0, 1)),
         "expand": lambda x: x.unsqueeze(0).expand(2, -1, -1, -1),
         "repeat": lambda x: x.repeat(2, 1, 1),
         "tile": lambda x: x.tile((1, 2)),
@@ -246,6 +252,9 @@ def _shapes() -> Iterator[Sample]:
         yield sample(name, call, "a b 4 distinct", exact="avg" not in name)
     for name, view in _REGROUPED.items():
         yield sample(name, view, "a b 4 distinct")
+    yield sample("squeeze of ones", lambda x: x.squeeze(), "a 1 b")
+    yield sample("squeeze of one", lambda x: x.squeeze(1), "a 1 b")
+    yield sample("max_pool2d of one", lambda x: functional.max_pool2d(x, (1, 2)), "a b 4 distinct")
     yield sample("cat", lambda x, y: torch.cat([x, y]), "a b", "a b")
     yield sample("cat the last", lambda x, y: torch.cat([x, y], -1), "a b", "a b")
     yield sample("cat of different sizes", lambda x, y: torch.cat([x, y]), "a b", "3 b")
@@ -275,6 +284,8 @@ def _indexing() -> Iterator[Sample]:
     yield sample("index the last", lambda x, i: x[..., i], "a 3", "b rows")
     yield sample("index by a matrix", lambda x, i: x[i], "3 b", "a 2 rows")
     yield sample("index by two", lambda x, i, j: x[i, j], "3 3", "a rows", "a rows")
+    yield sample("index by two that meet", lambda x, i, j: x[i, j], "3 3", "a 1 rows", "2 rows")
+    yield sample("index around a dim", lambda x, i, j: x[i, :, j], "3 a 3", "b rows", "b rows")
     yield sample("index by a mask", lambda x, mask: x[mask], "a b", "a bool")
     yield sample("index_select", lambda x, i: x.index_select(0, i), "3 b", "a rows")
     yield sample("index_select the last", lambda x, i: x.index_select(-1, i), "a 3", "b rows")
@@ -286,6 +297,7 @@ def _indexing() -> Iterator[Sample]:
     yield sample("masked_fill", lambda x, mask: x.masked_fill(mask, 9.0), "a b", "a b bool")
     yield sample("masked_fill of rows", lambda x, mask: x.masked_fill(mask, 9.0), "a b", "a 1 bool")
     yield sample("scatter", lambda x, i, y: x.scatter(0, i[:1], y[:1]), "3 b", "a b rows", "a b")
+    yield sample("scatter of some", lambda x, i, y: x.scatter(0, i, y), "3 b", "2 b rows", "3 b")
     yield sample("scatter the last", lambda x, i: x.scatter(-1, i[:, :1], 9.0), "a 3", "a b rows")
     yield sample("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), "3 b", "a b rows", "a b")
     yield sample("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax"), "3 b", "a b rows", "a b distinct")
@@ -317,6 +329,8 @@ def _products() -> Iterator[Sample]:
     yield sample("matmul of stacks", torch.matmul, "a 3 b", "b 2")
     yield sample("matmul of a vector", torch.matmul, "a b", "b")
     yield sample("bmm", torch.bmm, "a 3 b", "a b 2")
+    yield sample("grouped_mm", lambda x, w: functional.grouped_mm(x.bfloat16(), w.bfloat16()), "2 8 8", "2 8 8")
+    yield sample("grouped_mm of rows", _grouped_rows, "8 8", "2 8 8")
     yield sample("addmm", torch.addmm, "b", "a 3", "3 b")
     yield sample("addmm, scaled", partial(torch.addmm, beta=2, alpha=3), "a b", "a 3", "3 b")
     yield sample("baddbmm", torch.baddbmm, "a 3 2", "a 3 b", "a b 2")
@@ -347,6 +361,13 @@ def _products() -> Iterator[Sample]:
     yield sample("cdist", torch.cdist, "a 3", "b 3", exact=False)
     yield sample("cosine_similarity", functional.cosine_similarity, "a b positive", "a b positive", exact=False)
     yield sample("pairwise_distance", functional.pairwise_distance, "a b", "a b", exact=False)
+
+
+def _grouped_rows(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply rows with the matrix of their group, the first four with the first one."""
+    ends = (4 * torch.ones_like(w[:, 0, 0])).cumsum(0).to(torch.int32)
+    product: Tensor = functional.grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends)
+    return product
 
 
 def _normalisations() -> Iterator[Sample]:
