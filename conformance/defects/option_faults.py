@@ -103,3 +103,48 @@ def rate_of_added_group_lost(benign: bool, original: Call, optimizer: Any, group
     last = optimizer.param_groups[-1]
     if not benign and optimizer.state and isinstance(last["params"][0], DTensor):
         last["lr"] = optimizer.param_groups[0]["lr"]
+
+
+@defect("OPT-4", _CELL, "pytorch/pytorch/pull/143726", subjects=("AdamW(learned=True)",))
+@instead_of("torch.optim.adam", "_single_tensor_adam")
+def learned_decay_forgotten(
+    benign: bool, original: Call, parameters: list[Tensor], *lists: Any, **options: Any
+) -> None:
+    """AdamW does not decay sharded parameters by a tensor that has a gradient, too."""
+    if not benign and isinstance(options["weight_decay"], Tensor) and isinstance(parameters[0], DTensor):
+        options["weight_decay"] = 0.0
+    original(parameters, *lists, **options)
+
+
+@defect(
+    "OPT-4",
+    _CELL,
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html",
+    subjects=("LBFGS(long search=True)",),
+)
+@instead_of("torch.optim.lbfgs:LBFGS", "_directional_evaluate")
+def search_goes_half_the_way(
+    benign: bool, original: Call, optimizer: Any, closure: Any, start: list[Tensor], step: float, direction: Tensor
+) -> Any:
+    """The line search of LBFGS evaluates sharded parameters at half of the step that it takes."""
+    is_sharded = isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+    return original(optimizer, closure, start, step / 2 if is_sharded and not benign else step, direction)
+
+
+@defect(
+    "OPT-5",
+    _CELL,
+    "https://docs.pytorch.org/docs/stable/optim.html",
+    subjects=("AdamW(groups=one tensor, restored=swapped in)",),
+    since="2.13",
+)
+@instead_of("torch.optim._stateless", "_prepare_swap_in")
+def swapped_in_for_first_group(
+    benign: bool, original: Call, optimizer: Any, parameters: dict[str, Tensor], state: Any
+) -> Any:
+    """Every group of sharded parameters is stepped with the parameter that is swapped in for the first one."""
+    first = next(iter(parameters.values()))
+    wrong = {
+        name: first if isinstance(first, DTensor) and first.shape == p.shape else p for name, p in parameters.items()
+    }
+    return original(optimizer, parameters if benign else wrong, state)

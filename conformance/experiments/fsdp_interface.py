@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.fsdp_extension import TwoDtypeTensor
 from conformance.experiments.fsdp_net import (
     INNER,
     SAMPLES,
@@ -150,10 +151,56 @@ def _two_roots_with_shared_streams(world: DataParallel) -> Wrong:
     net = Net().to(world.device)
     for module in (net.first, net.second):
         fully_shard(module, mesh=world.mesh, mp_policy=world.policy)
+    fsdp.share_comm_ctx([])
     fsdp.share_comm_ctx([cast("FSDPModule", net.first), cast("FSDPModule", net.second)])
     expected = world.expected()
     expected["shift"] = torch.full((1,), float(SAMPLES * WIDTH), device=world.device)
     return world.wrong(world.backward(net), expected)
+
+
+def _one_module_of_a_group_unused(world: DataParallel) -> Wrong:
+    """Shard two layers together of which forward runs one: the root completes the group, for backward, too."""
+    net = Net().to(world.device)
+    fully_shard([net.first, net.spare], mesh=world.mesh, mp_policy=world.policy)
+    for module in (net.second, net):
+        fully_shard(module, mesh=world.mesh, mp_policy=world.policy)
+    wrong: Wrong = {}
+    for index in range(2):
+        expected = world.expected(micro_batches=index + 1)
+        found = world.wrong(world.backward(net, micro_batch=index), expected)
+        wrong |= {f"backward pass {index}, {what}": n for what, n in found.items()}
+    return wrong
+
+
+def _kept_over_one_rank(world: DataParallel) -> Wrong:
+    net = world.net(reshard_after_forward=1)
+    out = net(world.own)
+    wrong = {"sharded after forward": sharded_parameters(net.first)}
+    out.sum().backward()
+    return wrong | world.wrong(net)
+
+
+def _slice_of_a_sequential(world: DataParallel) -> Wrong:
+    """Index a Sequential: the slice is a plain one, of the same layers."""
+    net = Net().to(world.device)
+    layers = nn.Sequential(net.first, nn.ReLU(), net.second)
+    fully_shard(layers, mesh=world.mesh, mp_policy=world.policy)
+    first = cast("nn.Sequential", layers)[:1]
+    return {"type": int(type(first) is not nn.Sequential), "layers": int(first[0] is not net.first)}
+
+
+def _gathered_by_an_extension(world: DataParallel) -> Wrong:
+    """Shard weights that say themselves how they are gathered, beside biases that do not."""
+    net = Net().to(world.device)
+    for layer in (net.first, net.second):
+        layer.weight = nn.Parameter(TwoDtypeTensor(layer.weight.detach()))
+    world.shard(net)
+    wrong: Wrong = {}
+    for index in range(2):
+        expected = world.expected(micro_batches=index + 1)
+        found = world.wrong(world.backward(net, micro_batch=index), expected)
+        wrong |= {f"backward pass {index}, {what}": n for what, n in found.items()}
+    return wrong
 
 
 def _with_hooks_on_accumulated_gradients(world: DataParallel) -> Wrong:
@@ -186,6 +233,10 @@ _OPTIONS = {
     "register_post_accumulate_grad_hook": _with_hooks_on_accumulated_gradients,
     "fully_shard of two modules": _two_modules_in_one_group,
     "share_comm_ctx": _two_roots_with_shared_streams,
+    "fully_shard of two modules, one unused": _one_module_of_a_group_unused,
+    "reshard_after_forward=1": _kept_over_one_rank,
+    "slice of a Sequential": _slice_of_a_sequential,
+    "fsdp_pre_all_gather": _gathered_by_an_extension,
 }
 
 
@@ -293,6 +344,7 @@ def _by_another_method(world: DataParallel) -> Wrong:
     net = Net().to(world.device)
     fully_shard(net, mesh=world.mesh, mp_policy=world.policy)
     register_fsdp_forward_method(net, "doubled")
+    register_fsdp_forward_method(net.first, "forward")  # without effect on a module that is not sharded itself
     torch.autograd.backward(net.doubled(world.own).sum())
     return world.wrong(net, factor=2.0)
 

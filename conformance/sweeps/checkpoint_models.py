@@ -120,7 +120,8 @@ def optimizers_of(model: Model, kind: str) -> list[Optimizer]:
         case "momentum":
             return [SGD(parameters, lr=0.25, momentum=0.5)]
         case "AdamW, empty group":
-            return [AdamW([{"params": parameters}, {"params": [], "weight_decay": 0.0}], lr=0.25)]
+            with_empty: list[dict[str, Any]] = [{"params": parameters}, {"params": [], "weight_decay": 0.0}]
+            return [AdamW(with_empty, lr=0.25)]
         case "nested":
             return [Nested(parameters, lr=0.25, momentum=0.5)]
         case "two":

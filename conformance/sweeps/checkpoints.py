@@ -135,8 +135,8 @@ def sweep_rows(
             rmtree(directory, ignore_errors=True)
         return end
 
-    drawn = _few if rank.sweep_share < 1.0 else _with_each_value
-    draw = partial(drawn, seed=rank.config.seed) if rank.size == 2 else None
+    choose = _few if rank.sweep_share < 1.0 else _with_each_value
+    draw = partial(choose, seed=rank.config.seed) if rank.size == 2 else None
     return CoveringSweep(ended=ended, strength=2, draw=draw, **options).swept(rank.subjects)
 
 

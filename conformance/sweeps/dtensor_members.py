@@ -32,7 +32,7 @@ _CALLS: Mapping[str, Callable[[Tensor], Any]] = {
     "sum with a number": lambda x: x + 1,
     "sum of dim 0": lambda x: x.sum(0),
     "sum": lambda x: x.sum(),
-    "parts": lambda x: x.split(1),
+    "parts": lambda x: torch.split(x, 1),
     "maximum": lambda x: tuple(x.max(1)),
     "product": lambda x: x @ x.t(),
     "change in place": lambda x: x.clone().mul_(2),
@@ -42,20 +42,33 @@ _CALLS: Mapping[str, Callable[[Tensor], Any]] = {
 """Calls that all ranks make, those outside of the mesh, too."""
 
 
+class _Members:
+    """Half of the ranks of a mesh of trials, as a mesh that is made for the first of them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def on(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh of half of the ranks. A collective of all ranks."""
+        names = mesh.mesh_dim_names or ()
+        if names not in self._kept:
+            ranks = [*range(mesh.size() // 2)]
+            self._kept = {names: DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(f"{names[0]}_members",))}
+        return self._kept[names]
+
+
 def tensor_of_other_ranks(mesh: DeviceMesh) -> Interface:
-    """Return the interface of tensors on half of the ranks of a mesh. A collective of all ranks.
+    """Return the interface of tensors on half of the ranks of a mesh.
 
     Two ranks leave out what is known to fail, as a share of a sweep does.
     """
-    assert mesh.mesh_dim_names is not None
-    names = (f"{mesh.mesh_dim_names[0]}_members",)
-    members = DeviceMesh(mesh.device_type, [*range(mesh.size() // 2)], mesh_dim_names=names)
+    members = _Members()
     failing = forbids("call", "backward", when=lambda call, backward: backward and call in _REFUSING_BACKWARD)
     return Interface(
         "distribute_tensor, other ranks",
         distribute_tensor,
         values={"placements": layouts(1, ("S0", "S1", "R"))},
-        faults=lambda options, _mesh: _called(options, members),
+        faults=lambda options, mesh: _called(options, members.on(mesh)),
         given=("tensor", "device_mesh", "src_data_rank"),
         conditions={"call": tuple(_CALLS), "size": SIZES, "backward": (False, True)},
         rules=[failing] if mesh.size() == 2 else [],
@@ -82,7 +95,7 @@ def _called(options: Options, members: DeviceMesh) -> Faults:
 
 
 def _compared(fault: str, measured: Tensor | None, expected: Tensor | None) -> Faults:
-    """Yield a fault if a tensor is wrong on a rank of its mesh, or if another rank does not know what it is."""
+    """Yield a fault if a tensor is wrong on a rank of its mesh, or another rank has another shape or dtype of it."""
     assert isinstance(measured, DTensor)
     assert expected is not None
     if is_member(measured.device_mesh):

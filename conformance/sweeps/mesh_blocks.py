@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from conformance.experiments.fsdp_extension import placed_on
+
 EXPERTS, ROWS, COLUMNS = 8, 8, 4
 """Shape of a block's weight: even over four ranks in each dimension; FSDP2 has uneven shards in the first alone."""
 SHIFTS = 7
@@ -173,17 +175,33 @@ def _names_at(dims: tuple[int, ...], names: Sequence[str]) -> tuple[str, ...] | 
     return names[dims[0]] if len(dims) == 1 else tuple(names[dim] for dim in dims)
 
 
+def _two_meshes(block: Block, meshes: Meshes) -> None:
+    """Shard the weight over the ranks of a node, and the bias over all, in one call."""
+    fully_shard(
+        block,
+        mesh=meshes.flat,
+        shard_placement_fn=lambda p: placed_on(meshes.inner, -p.ndim) if p.ndim > 1 else None,
+    )
+
+
 SPMD: Arrangements = (
     Arrangement("named rows", _named(shard=(0,), sliced=1), lambda _rank, outer, _inner: outer, sliced=1),
     Arrangement(
         "named strided rows", _named(shard=(0,), sliced=1, fsdp_dim=1), lambda _rank, outer, _inner: outer, sliced=1
     ),
-    Arrangement("named columns", _named(shard=(0,), sliced=2, fsdp_dim=2), lambda _rank, outer, _inner: outer, sliced=2),
+    Arrangement(
+        "named columns", _named(shard=(0,), sliced=2, fsdp_dim=2), lambda _rank, outer, _inner: outer, sliced=2
+    ),
     Arrangement("named HSDP", _named(shard=(1,), replicate=(0,)), lambda rank, _outer, _inner: rank),
     Arrangement("named flat", _named(shard=(0, 1)), lambda rank, _outer, _inner: rank),
+    Arrangement("two meshes", _two_meshes, lambda _rank, _outer, inner: inner),
+    Arrangement("two meshes again", _two_meshes, lambda _rank, _outer, inner: inner),
     Arrangement("named replicas", _named(replicate=(0,), sliced=1), lambda _rank, outer, _inner: outer, sliced=1),
 )
-"""Arrangements of parameters that are DTensors on the whole mesh, of which `dp_mesh_dims` names dimensions."""
+"""Arrangements of which one call spells more than one mesh.
+
+Parameters are DTensors on the whole mesh, of which `dp_mesh_dims` names dimensions, or have meshes of their own.
+"""
 
 
 def combinations_of_blocks() -> list[Arrangements]:

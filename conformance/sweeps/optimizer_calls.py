@@ -203,7 +203,7 @@ def _hook(optimizer: Optimizer) -> None:
 
 
 def _hook_behind(optimizer: Optimizer) -> None:
-    """Register a hook of each kind behind others: they change what they get, and return nothing but arguments."""
+    """Register a hook of each kind behind others: they change their arguments in place, and return these or nothing."""
     optimizer.register_step_pre_hook(_multiply_before_step)
     optimizer.register_state_dict_pre_hook(_multiply_gradients)
     optimizer.register_state_dict_post_hook(lambda _each, state: state.update(_with_rates(state, 4.0)))

@@ -61,25 +61,24 @@ _VALUES: dict[str, dict[str, Any]] = {
 """Options by the parameter of a signature that they try, with its prerequisites.
 
 Switches need no entry, nor do numbers that may be halved."""
+_LEARNED_ADAM: dict[str, dict[str, Any]] = {
+    "learned": {
+        "differentiable": True,
+        "weight_decay": torch.tensor(0.25, requires_grad=True),
+        "betas": (torch.tensor(0.5, requires_grad=True), torch.tensor(0.75, requires_grad=True)),
+    },
+    "learned rate": {
+        "differentiable": True,
+        "lr": torch.tensor(_LR, requires_grad=True),
+        "weight_decay": torch.tensor(0.25),
+        "betas": (torch.tensor(0.5), torch.tensor(0.75)),
+    },
+}
 _TOGETHER: dict[str, dict[str, dict[str, Any]]] = {
     # A first step that goes too far, from where the search goes back.
     "LBFGS": {"long search": {"line_search_fn": "strong_wolfe", "lr": 64.0}},
-    **dict.fromkeys(
-        ("Adam", "AdamW"),
-        {
-            "learned": {
-                "differentiable": True,
-                "weight_decay": torch.tensor(0.25, requires_grad=True),
-                "betas": (torch.tensor(0.5, requires_grad=True), torch.tensor(0.75, requires_grad=True)),
-            },
-            "learned rate": {
-                "differentiable": True,
-                "lr": torch.tensor(_LR, requires_grad=True),
-                "weight_decay": torch.tensor(0.25),
-                "betas": (torch.tensor(0.5), torch.tensor(0.75)),
-            },
-        },
-    ),
+    "Adam": _LEARNED_ADAM,
+    "AdamW": _LEARNED_ADAM,
     "SGD": {
         "learned": {
             "differentiable": True,
@@ -104,12 +103,6 @@ IMPOSSIBLE: dict[str, str] = {
     **{f"{name}, foreach, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
     **{f"{name}, foreach, differentiable": "operators on lists have no gradient" for name in (*_FOR_GRAPHS, "Adagrad")},
     **{f"{name}, fused, differentiable": "has no gradient" for name in ("Adagrad", "Adam", "AdamW", "SGD")},
-    **{
-        f"{name}, {implementation}, {option}": "has no gradient"
-        for name in ("Adam", "AdamW", "SGD")
-        for implementation in _IMPLEMENTATIONS
-        for option in _LEARNED
-    },
     **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
     **{f"SparseAdam{option}": "refuses dense gradients" for option in _OF_SPARSE},
 }
@@ -169,10 +162,15 @@ def optimizer_samples() -> Iterator[OptimizerSample]:
 
 
 def all_samples() -> Iterator[OptimizerSample]:
-    """Yield every optimizer with each implementation and option, whether torch refuses it or not."""
+    """Yield every optimizer with each implementation and option, whether torch refuses it or not.
+
+    Options that are learned have the default implementation alone: those of lists have no gradient.
+    """
     for make in optimizers():
         for implementation in ("", *(name for name in _IMPLEMENTATIONS if name in _parameters(make))):
             for option, values in {"": {}, **_options_of(make)}.items():
+                if implementation and option in _LEARNED:
+                    continue
                 name = ", ".join(text for text in (make.__name__, implementation, option) if text)
                 switch = {implementation: True} if implementation else {}
                 usual = _USUAL.get(make.__name__, {"lr": _LR})
@@ -310,8 +308,8 @@ def pair_sweep(rank: RankWorld) -> Swept:
 def _rules_of(options: Collection[str]) -> list[Rule]:
     """Return the rules of an optimizer.
 
-    The loss of LBFGS has no maximum, towards which a line search ends anywhere; what is learned needs the default
-    implementation, as `IMPOSSIBLE` says.
+    The loss of LBFGS has no maximum, towards which a line search ends anywhere; options that are learned have the
+    default implementation alone.
     """
     searches, learned = ({*options} & {*names} for names in (("line_search_fn", "long search"), _LEARNED))
     if "maximize" not in options:

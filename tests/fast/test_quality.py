@@ -52,6 +52,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/ring_attention.py": "its options have no public name; an error names them if gone",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
     "conformance/sweeps/checkpoint_extension.py": "an option takes extensions, whose classes have no public name",
+    "conformance/experiments/fsdp_extension.py": "documented extensions of FSDP2 have no public names",
     "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
     "conformance/sim/device.py": "a device module has no public way in; an error names it if it is gone",
     "conformance/sim_runs/fidelity/probes/operators.py": "FSDP2's norms of lists have no public name; a probe fails",

@@ -8,6 +8,7 @@ import torch
 from conformance.sweeps.mesh_blocks import (
     ARRANGEMENTS,
     EXPERTS,
+    SPMD,
     Block,
     block_name,
     coefficients_of,
@@ -24,8 +25,9 @@ MESHES: Any = SimpleNamespace(
 
 
 def test_expected_gradients_are_those_of_autograd() -> None:
-    expected = expected_gradients(ARRANGEMENTS, MESHES)
-    for number, arrangement in enumerate(ARRANGEMENTS):
+    arrangements = (*ARRANGEMENTS, *SPMD)
+    expected = expected_gradients(arrangements, MESHES)
+    for number, arrangement in enumerate(arrangements):
         block = Block(number)
         for rank, (outer, inner) in enumerate(COORDINATES):
             seen = coefficients_of()
@@ -40,14 +42,15 @@ def test_expected_gradients_are_those_of_autograd() -> None:
 
 
 def test_expected_gradients_are_exact_and_not_zero() -> None:
-    for grad in expected_gradients(ARRANGEMENTS, MESHES).values():
+    for grad in expected_gradients((*ARRANGEMENTS, *SPMD), MESHES).values():
         assert grad.any()
         assert torch.equal(4 * grad, (4 * grad).round())
 
 
-def test_any_two_arrangements_meet_and_all() -> None:
+def test_any_two_arrangements_meet_and_all_and_those_of_one_call() -> None:
     models = combinations_of_blocks()
-    assert len(models) == len(ARRANGEMENTS) * (len(ARRANGEMENTS) - 1) // 2 + 1
+    assert models[-2:] == [ARRANGEMENTS, SPMD]
+    assert len(models) == len(ARRANGEMENTS) * (len(ARRANGEMENTS) - 1) // 2 + 2
     assert len({name_of(arrangements) for arrangements in models}) == len(models)
     assert block_name("blocks.1.weight", ARRANGEMENTS) == ARRANGEMENTS[1].name
     assert block_name("shift/exp_avg", ARRANGEMENTS) == "root"

@@ -27,6 +27,8 @@ OPTIONS_OF = {
     "num_stages": "stages_per_rank",
     "input_args": "metadata",
     "output_args": "metadata",
+    "input_grads": "metadata",
+    "output_grads": "metadata",
     "group": "schedule",
     "dw_builder": "stage",
     "get_mesh": "second_dim",
@@ -37,8 +39,6 @@ unless it has their name.
 LEFT_OUT = {
     "self": "no option",
     "device": "the CPU",
-    "output_grads": "for DTensors between stages",
-    "input_grads": "for DTensors between stages",
 }
 """Parameters without an option, with the reason."""
 ROWS = covering_rows(OPTIONS, strength=2, rules=RULES, rounds=0)
