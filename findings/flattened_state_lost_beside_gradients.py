@@ -18,21 +18,15 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 os.environ.setdefault("MASTER_ADDR", "localhost")
 os.environ.setdefault("MASTER_PORT", "0")
-dist.init_process_group(
-    "gloo", rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1"))
-)
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-options = StateDictOptions(flatten_optimizer_state_dict=True)
+dist.init_process_group("gloo", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -44,9 +38,9 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 model, optimizer = training()
 optimizer.step()
-state = get_optimizer_state_dict(model, optimizer, options=options)
+state = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
 model, optimizer = training()
-set_optimizer_state_dict(model, optimizer, state, options=options)
+state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
 loaded = sum(map(bool, optimizer.state.values()))
 print(f"torch {torch.__version__}: expected the state of 2 parameters, got that of {loaded}")
 dist.destroy_process_group()

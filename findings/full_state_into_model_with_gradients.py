@@ -18,21 +18,14 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
-os.environ.setdefault("MASTER_ADDR", "localhost")
-os.environ.setdefault("MASTER_PORT", "0")
-dist.init_process_group(
-    "gloo", rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1"))
-)
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-options = StateDictOptions(full_state_dict=True)
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+dist.init_process_group("gloo", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+options = state_dict.StateDictOptions(full_state_dict=True)
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -44,10 +37,10 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 model, optimizer = training()
 optimizer.step()
-state = get_optimizer_state_dict(model, optimizer, options=options)
+state = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
 model, optimizer = training()
 try:
-    set_optimizer_state_dict(model, optimizer, state, options=options)
+    state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
     outcome = "a loaded state"
 except AssertionError as error:
     outcome = repr(error)

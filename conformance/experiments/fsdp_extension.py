@@ -1,4 +1,4 @@
-"""Documented extensions of FSDP2 that have no public names: tensors gathered in two dtypes, and meshes of parameters."""
+"""Documented extensions of FSDP2 without public names: tensors gathered in two dtypes, and meshes of parameters."""
 
 from typing import Any
 
