@@ -135,16 +135,16 @@ def search_goes_half_the_way(
     "OPT-5",
     _CELL,
     "https://docs.pytorch.org/docs/stable/optim.html",
-    subjects=("AdamW(groups=one tensor, restored=swapped in)",),
+    subjects=("AdamW(restored=swapped in)",),
     since="2.13",
 )
-@instead_of("torch.optim._stateless", "_prepare_swap_in")
-def swapped_in_for_first_group(
+@instead_of("torch.optim", "swap_in_optimizer_params_and_state")
+def live_parameters_swapped_in(
     benign: bool, original: Call, optimizer: Any, parameters: dict[str, Tensor], state: Any
 ) -> Any:
-    """Every group of sharded parameters is stepped with the parameter that is swapped in for the first one."""
-    first = next(iter(parameters.values()))
-    wrong = {
-        name: first if isinstance(first, DTensor) and first.shape == p.shape else p for name, p in parameters.items()
-    }
-    return original(optimizer, parameters if benign else wrong, state)
+    """An optimizer of sharded parameters goes on with them, instead of those that are swapped in."""
+    live = [each for group in optimizer.param_groups for each in group["params"]]
+    is_sharded = isinstance(live[0], DTensor)
+    return original(
+        optimizer, dict(zip(parameters, live, strict=True)) if is_sharded and not benign else parameters, state
+    )
