@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
@@ -14,8 +14,11 @@ _CARRIED = 2
 
 
 def placed_on(mesh: DeviceMesh, dim: int) -> Any:
-    """Return the answer of a `shard_placement_fn` that gives a parameter a mesh, over whose ranks it is sharded."""
-    return ShardPlacementResult(Shard(dim), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    """Return the answer of a `shard_placement_fn` that gives a parameter a mesh, over whose ranks it is sharded.
+
+    Torch has its class from 2.13 on.
+    """
+    return _fsdp_common.ShardPlacementResult(Shard(dim), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
 class TwoDtypeTensor(Tensor):

@@ -40,7 +40,8 @@ from conformance.run.experiment import Needs
 @experiment(needs=Needs.TRAINING)
 def use_options(rank: RankWorld) -> dict[str, Wrong]:
     """Try options of `fully_shard`, and ways of training."""
-    return try_all(rank, _OPTIONS)
+    newer = () if hasattr(fsdp, "DataParallelMeshDims") else _NEWER_OPTIONS
+    return try_all(rank, {name: use for name, use in _OPTIONS.items() if name not in newer})
 
 
 def _sharded_along_the_last_dimension(world: DataParallel) -> Wrong:
@@ -238,6 +239,8 @@ _OPTIONS = {
     "slice of a Sequential": _slice_of_a_sequential,
     "fsdp_pre_all_gather": _gathered_by_an_extension,
 }
+_NEWER_OPTIONS = ("fully_shard of two modules, one unused",)
+"""Options that torch has from 2.13 on, as it has `DataParallelMeshDims`."""
 
 
 @experiment(needs=Needs.TRAINING)

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp  # for `DataParallelMeshDims`, which torch has from 2.13 on
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.experiments.fsdp_extension import placed_on
@@ -162,7 +163,7 @@ def _named(
             block,
             mesh=meshes.two,
             shard_placement_fn=(lambda p: Shard(fsdp_dim if p.ndim > 1 else 0)) if shard else None,
-            dp_mesh_dims=DataParallelMeshDims(
+            dp_mesh_dims=fsdp.DataParallelMeshDims(
                 shard=_names_at(shard, names) or None, replicate=_names_at(replicate, names) or None
             ),
         )

@@ -21,8 +21,8 @@ CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 )
 def test_gradients_of_several_meshes_equal_one_process(measure: Measure, cell: Cell) -> None:
     """Gradients of a model whose blocks lie on several meshes (FSDP, HSDP, FSDP within nodes, experts with another
-    divide factor, tensor parallelism, plain tensors) MUST be those of one process, in every bit, after one
-    backward pass, and after two of which the last is reduced.
+    divide factor, tensor parallelism, named dimensions, plain tensors) MUST be those of one process, in every bit,
+    after one backward pass, and after two of which the last is reduced.
 
     Wrong if a block is divided by the number of ranks of another one's mesh, or reduced over them.
     """

@@ -114,7 +114,7 @@ def test_optimizers_are_used_on_dtensors_as_on_plain_tensors(measure: Measure, c
     plain tensors, or be refused on all ranks.
 
     Closures, hooks of all kinds, several groups and added ones, gradients that add up or are zeroed, states that are
-    saved and loaded, also from an old version, copies, and complex numbers.
+    saved and loaded, also from an old version, copies, parameters that are swapped in, and complex numbers.
     """
     require_no_wrong_result(measure(use_sweep, cell), unit="ways", bounded=f"OPT-5/{cell.id}")
 
