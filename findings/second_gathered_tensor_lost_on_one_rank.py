@@ -1,7 +1,5 @@
 """A parameter whose `fsdp_pre_all_gather` gives two tensors gets one of them back on a mesh of one rank.
 
-`FSDPParamGroup.wait_for_unshard` copies the first tensor alone where there is nothing to gather.
-
 severity: low
 visible: loud
 training: weights in two tensors, such as those of 8 bits with scales, cannot be tried on one device
@@ -12,7 +10,6 @@ ranks: 1
 """
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,20 +23,23 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 class Weight(torch.Tensor):
     """Tensor that is gathered with a scale."""
 
-    def __new__(cls, held: Any) -> Any:
+    def __new__(cls, held: torch.Tensor) -> "Weight":
         """Return a tensor like the one that it holds."""
-        weight = torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype)
-        weight.fsdp_pre_all_gather = lambda mesh: ((held, torch.ones(1)), None)
-        weight.held = held
+        weight: Weight = torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype)
+        weight.held = held  # type: ignore[attr-defined]
         return weight
 
-    def fsdp_post_all_gather(self, gathered: Any, *_: Any) -> Any:
-        """Tell what was gathered."""
+    def fsdp_pre_all_gather(self, mesh: object) -> tuple[tuple[torch.Tensor, ...], None]:
+        """Return the weight and its scale."""
+        return (self.held, torch.ones(1)), None  # type: ignore[attr-defined]
+
+    def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], *_: object) -> None:
+        """Count the gathered tensors."""
         print(f"torch {torch.__version__}: expected 2 tensors, got {len(gathered)}", flush=True)
         sys.exit(int(len(gathered) != 2))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, _, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         """Call an operator on the held tensors."""
         return tree_map_only(torch.Tensor, cls, function(*tree_map_only(cls, lambda x: x.held, args), **(kwargs or {})))
 
