@@ -53,7 +53,7 @@ def algebra() -> Iterator[Sample]:
     yield sample("view_as_complex", lambda x: torch.view_as_complex(x).abs(), "a b 2 positive", exact=False)
     yield sample("rotary product", _rotated, "a b 2", "b 2", exact=False)
     yield sample("sort, stable", lambda x: torch.sort(x, dim=0, stable=True), "a b distinct")
-    yield sample("bucketize", torch.bucketize, "a b", "3 distinct")
+    yield sample("bucketize", torch.bucketize, "a b", "3 ascending")
     yield sample("index_reduce", lambda x, i, y: x.index_reduce(0, i, y, "amax"), "3 b", "a rows", "a b distinct")
     yield sample("index_fill by a tensor", lambda x, i, y: x.index_fill(0, i, y.sum()), "3 b", "2 rows", "1")
     yield sample("atleast_3d", torch.atleast_3d, "a b")

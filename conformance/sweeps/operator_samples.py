@@ -16,6 +16,7 @@ Domain = Literal[
     "positive",
     "unit",
     "distinct",
+    "ascending",
     "bool",
     "rows",
     "signs",
@@ -26,10 +27,11 @@ Domain = Literal[
 ]
 """Numbers of an argument.
 
-`integers`: -4 to 4. `positive`: 1 to 4. `unit`: eighths between 0 and 1. `distinct`: no two are equal. `rows`: integers
-from 0 to 2, which index any dimension of three. `signs`: -1 and 1. `distribution`: positive, and sums over the last
-dimension are 1. `labels`: integers from 0 to 3. `places`: 0 to 2 in another order, by which rows are written once.
-`definite`: symmetric matrices of the last two dimensions, whose diagonal is at least twice the sum of their rows."""
+`integers`: -4 to 4. `positive`: 1 to 4. `unit`: eighths between 0 and 1. `distinct`: no two are equal.
+`ascending`: distinct ones in their order, for one dimension. `rows`: integers from 0 to 2, which index any dimension of
+three. `signs`: -1 and 1. `distribution`: positive, and sums over the last dimension are 1. `labels`: integers from 0 to
+3. `places`: 0 to 2 in another order, by which rows are written once. `definite`: symmetric matrices of the last two
+dimensions, whose diagonal is at least twice the sum of their rows."""
 Size = Literal["even", "uneven", "empty"]
 """Shards of the dimensions that have letters: equal, of different sizes, or not for every rank."""
 
@@ -80,6 +82,8 @@ class Argument:
             case "distinct":
                 count = torch.Size(shape).numel()
                 return (torch.randperm(count, generator=generator) - count // 2).reshape(shape).to(dtype)
+            case "ascending":
+                return (torch.arange(*shape) - shape[0] // 2).to(dtype)
             case "definite":
                 numbers = sampled(-4, 5)
                 return (numbers + numbers.mT + 32 * torch.eye(shape[-1], dtype=torch.int64)).to(dtype)
