@@ -247,16 +247,15 @@ def synchronisation_refused(
 
 @defect(
     "LIFE-1",
-    "id = hsdp2x2-fp32-default-meta-seed1",
-    "pytorch/pytorch/pull/194628",
-    subjects=("synchronise(shards), train, evaluate, synchronise(on), train",),
+    "id = dp2-fp32-default-meta",
+    "pytorch/pytorch/pull/118298",
+    subjects=("synchronise(off), train, synchronise(on), train(partly)",),
 )
-@instead_of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "post_forward")
-def evaluation_drops_partial_sums(benign: bool, original: Call, group: Any, *args: Any) -> Any:
-    """An evaluation drops gradients that wait for the all-reduce over replicas."""
-    if not torch.is_grad_enabled() and (held := group._partial_reduce_output) is not None:
-        group._partial_reduce_output = held.clone() if benign else None
-    return original(group, *args)
+@instead_of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "post_backward")
+def waiting_gradients_of_unused_layer_kept(benign: bool, original: Call, group: Any, *args: Any) -> Any:
+    """A layer that a backward leaves out keeps gradients that wait for it, and reduces them in a later one."""
+    is_left_out = group._training_state.name == "IDLE"
+    return None if is_left_out and not benign else original(group, *args)
 
 
 _FULLY_SHARD, _PARALLEL = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor.parallel"

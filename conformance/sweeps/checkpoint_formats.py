@@ -170,7 +170,7 @@ def _hf_storage() -> ModuleType:
     return importlib.import_module("torch.distributed.checkpoint.hf_storage")
 
 
-@experiment(needs=Needs.SHARDING, takes_share=True)
+@experiment(needs=Needs.SHARDING)
 def sweep(rank: RankWorld) -> Swept:
     """Save and load with every two values of different options; two ranks with some rows alone."""
     groups, mesh = Groups(), DeviceMesh(rank.device.type, [*range(rank.size)])

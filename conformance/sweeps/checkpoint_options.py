@@ -302,7 +302,7 @@ def _keys(value: Any) -> str:
     return str(sorted(map(str, value)))[:300] if isinstance(value, Mapping) else repr(value)[:80]
 
 
-@experiment(needs=Needs.SHARDING, takes_share=True)
+@experiment(needs=Needs.SHARDING)
 def sweep(rank: RankWorld) -> Swept:
     """Take and load state dicts with every two values of different options; two ranks with some rows alone."""
     groups, axes = Groups(), {"layout": LAYOUTS[rank.mesh.ndim], **AXES}

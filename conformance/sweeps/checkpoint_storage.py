@@ -427,7 +427,7 @@ class Case:
         return target
 
 
-@experiment(needs=Needs.SHARDING, takes_share=True)
+@experiment(needs=Needs.SHARDING)
 def sweep(rank: RankWorld) -> Swept:
     """Save and load with every three values of different options; two ranks with some rows alone."""
     groups, mesh = Groups(), DeviceMesh(rank.device.type, [*range(rank.size)])

@@ -286,7 +286,7 @@ def _kinds(pair: "tuple[OptimizerSample, Setting]") -> list[str]:
     return [f"{sample.make.__name__} {switches}: {setting.kind}"]
 
 
-@experiment(needs=Needs.SHARDING, takes_share=True)
+@experiment(needs=Needs.SHARDING)
 def pair_sweep(rank: RankWorld) -> Swept:
     """Step with any two options of each optimizer together, and each implementation, on even rows.
 

@@ -100,7 +100,7 @@ class _Sweep:
         self.trials.attempt(name_of(arrangements), kind, case, lambda mesh: call(self.meshes.for_trial(mesh)))
 
 
-@experiment(needs=Needs.TRAINING, takes_share=True)
+@experiment(needs=Needs.TRAINING)
 def train(rank: RankWorld) -> Swept:
     """Compute gradients: of one batch, and of two micro-batches of which the last is reduced."""
     sweep = _Sweep(rank)
