@@ -1,4 +1,4 @@
-"""The inf-norm of a DTensor that is a pending maximum takes absolute values of what other ranks overrule.
+"""The inf-norm of a DTensor that is a pending maximum counts absolute values of numbers that other ranks overrule.
 
 The norm is taken on each rank and left to the same maximum. That is right for numbers that are not negative alone: a
 rank's large negative number loses the maximum, and its absolute value wins it. `abs` reduces first, and is right.
