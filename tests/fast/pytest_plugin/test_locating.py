@@ -1,7 +1,7 @@
 """Search for first wrong places: one for each cause, within its time, and errors that end one search alone."""
 
-import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from conformance.judge.judge import Judged
 from conformance.judge.verdicts import Verdict
 from conformance.plan.matrix import Case
+from conformance.pytest_plugin import locating
 from conformance.pytest_plugin.locating import Located, Locator, Symptoms
 from conformance.report.explain import explain
 from conformance.report.location import Location
@@ -108,7 +109,8 @@ def test_an_error_ends_the_search_for_one_cause_alone() -> None:
 def test_the_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search()
     now_s = iter([0.0, *[29.9] * 2, *[30.0] * 10])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
+    # In this module alone: other threads of the worker ask for the time as well.
+    monkeypatch.setattr(locating, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     cases = [case(f"{law}/{TP2}", "fail", **{law: deviation(0.5)}) for law in ("PAR-1", "MEM-1", "INIT-1")]
     found, error = search(*cases)
     assert ([each.law for each in cases if each.id in search.located], len(found), error) == (["PAR-1"], 1, None)
