@@ -136,8 +136,8 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def degree(mesh: DeviceMesh, name: str) -> int:
     """Return the number of ranks along a dimension, 1 if the mesh has no such dimension.
 
-    `mesh[name].size()` says the same, but each slice of a mesh leaves a context variable behind for ever
-    (findings/slices_of_meshes_are_kept.py): steps do without slices.
+    `mesh[name].size()` says the same, but each slice of a mesh leaves a context variable behind for ever in torch 2.14
+    and 2.15 (findings/slices_of_meshes_are_kept.py): until no supported torch does so, steps do without slices.
     """
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(name)) if name in names else 1

@@ -159,18 +159,23 @@ def _two_roots_with_shared_streams(world: DataParallel) -> Wrong:
     return world.wrong(world.backward(net), expected)
 
 
-def _one_module_of_a_group_unused(world: DataParallel) -> Wrong:
-    """Shard two layers together of which forward runs one: the root completes the group, for backward, too."""
-    net = Net().to(world.device)
-    fully_shard([net.first, net.spare], mesh=world.mesh, mp_policy=world.policy)
-    for module in (net.second, net):
-        fully_shard(module, mesh=world.mesh, mp_policy=world.policy)
+def _wrong_in_two_passes(world: DataParallel, net: Net) -> Wrong:
+    """Compare the gradients after a backward pass, and after a second one."""
     wrong: Wrong = {}
     for index in range(2):
         expected = world.expected(micro_batches=index + 1)
         found = world.wrong(world.backward(net, micro_batch=index), expected)
         wrong |= {f"backward pass {index}, {what}": n for what, n in found.items()}
     return wrong
+
+
+def _one_module_of_a_group_unused(world: DataParallel) -> Wrong:
+    """Shard two layers together of which forward runs one: the root completes the group, for backward, too."""
+    net = Net().to(world.device)
+    fully_shard([net.first, net.spare], mesh=world.mesh, mp_policy=world.policy)
+    for module in (net.second, net):
+        fully_shard(module, mesh=world.mesh, mp_policy=world.policy)
+    return _wrong_in_two_passes(world, net)
 
 
 def _kept_over_one_rank(world: DataParallel) -> Wrong:
@@ -201,12 +206,7 @@ def _gathered_by_an_extension(world: DataParallel) -> Wrong:
     for layer in (net.first, net.second):
         layer.weight = nn.Parameter(TwoDtypeTensor(layer.weight.detach()))
     world.shard(net)
-    wrong: Wrong = {}
-    for index in range(2):
-        expected = world.expected(micro_batches=index + 1)
-        found = world.wrong(world.backward(net, micro_batch=index), expected)
-        wrong |= {f"backward pass {index}, {what}": n for what, n in found.items()}
-    return wrong
+    return _wrong_in_two_passes(world, net)
 
 
 def _with_hooks_on_accumulated_gradients(world: DataParallel) -> Wrong:

@@ -68,6 +68,8 @@ class Rule:
 
 
 GROUPS = frozenset({"first", "second", "root"})
+_CHANGES = frozenset({"freeze", "thaw", "write", "step", "hook", "load", "restore", "cast", "to_empty"})
+"""Calls that change parameters, of which a layer that is gathered ahead of its forward sees nothing."""
 
 
 def _at_rest(progress: Progress, _value: str) -> bool:
@@ -188,13 +190,10 @@ def is_allowed(calls: Calls) -> bool:
 def changes_unsharded(calls: Calls) -> bool:
     """Return whether a parameter is frozen, thawed, written, stepped or hooked while its group is left unsharded.
 
-    Such a change is made to a copy that the next reshard drops, or is not seen by it: a known fault, of which a few
+    Loads and casts count as well if the group is gathered ahead of a forward that has left it out. Such a change is made to a copy that the next reshard drops, or is not seen by it: a known fault, of which a few
     sequences are tried, so that the others find something else.
     """
     return any(_is_unsharded(call, progress) for call, progress in _walk(calls))
-
-
-_CHANGES = frozenset({"freeze", "thaw", "write", "step", "hook", "load", "restore", "cast", "to_empty"})
 
 
 def _is_unsharded(call: Call, progress: Progress) -> bool:

@@ -133,7 +133,7 @@ class Nested(SGD):
     """Optimizer with state in dictionaries of dictionaries, as those have that keep a factor for each dimension."""
 
     def step(self, closure: Any = None) -> Any:
-        """Step, and count in the state of each parameter that has a gradient."""
+        """Step, and keep nested tensors in the state of each parameter that has a gradient."""
         result = super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:

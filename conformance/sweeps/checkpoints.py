@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from random import Random
 from shutil import rmtree
 from typing import Any
 
@@ -124,7 +123,7 @@ def sweep_rows(
 ) -> Swept:
     """Try a covering sweep with these options on a mesh like this one, each row in a new directory.
 
-    Two ranks try rows with each value of each option, which the seed of the cell draws; of a share four.
+    Two ranks try rows with each value of each option, which the seed of the cell draws.
     """
     trials, numbers_of_rows = Trials(mesh), count()
 
@@ -135,13 +134,8 @@ def sweep_rows(
             rmtree(directory, ignore_errors=True)
         return end
 
-    choose = _few if rank.sweep_share < 1.0 else _with_each_value
-    draw = partial(choose, seed=rank.config.seed) if rank.size == 2 else None
+    draw = partial(_with_each_value, seed=rank.config.seed) if rank.size == 2 else None
     return CoveringSweep(ended=ended, strength=2, draw=draw, **options).swept(rank.subjects)
-
-
-def _few(rows: Sequence[Options], *, seed: int) -> list[Options]:
-    return Random(seed).sample(rows, min(4, len(rows)))
 
 
 def _with_each_value(rows: Sequence[Options], *, seed: int) -> list[Options]:

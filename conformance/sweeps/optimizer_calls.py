@@ -167,7 +167,7 @@ def _loss_of(
     def add() -> float:
         count = len(parameters) - (row["gradients"] == "not of the last")
         for p, gradient in zip(parameters[: max(1, count)], gradients, strict=False):
-            own = gradient.clone().requires_grad_(row["gradients"] == "with graphs") * 1
+            own = gradient.clone().requires_grad_(row["gradients"] == "with graphs") * 1  # a product has a graph
             p.grad = own if p.grad is None else p.grad + own
         return 0.0
 

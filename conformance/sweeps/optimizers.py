@@ -23,7 +23,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, named
-from conformance.sweeps.drawing import draw_of, share_on
+from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
 from conformance.sweeps.refusals import refused_on
 from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
@@ -300,7 +300,7 @@ def pair_sweep(rank: RankWorld) -> Swept:
         options["implementation"] = implementations(make)
         ended = partial(_ended_with, trials, setting, make)
         known = named(refused, options, make.__name__)
-        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known, draw=draw_of(rank))
+        rows = CoveringSweep(options, ended, make.__name__, 2, _rules_of(options), known=known)
         total.add(rows.swept(rank.subjects))
     return total
 
