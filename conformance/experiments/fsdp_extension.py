@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 _CARRIED = 2
-"""Share of each element that is gathered as an integer of 8 bits; the rest is gathered in bf16."""
+"""Factor of the integers of 8 bits that are gathered beside the rest of each element, which is gathered in bf16."""
 
 
 def placed_on(mesh: DeviceMesh, dim: int) -> Any:
@@ -40,17 +40,15 @@ class TwoDtypeTensor(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Return the two tensors to gather, and the share that the second one carries."""
-        return ((self.held - _CARRIED).bfloat16(), torch.full_like(self.held, _CARRIED, dtype=torch.int8)), _CARRIED
+        """Return the two tensors to gather, and the factor of the second one."""
+        return ((self.held - _CARRIED).bfloat16(), torch.ones_like(self.held, dtype=torch.int8)), _CARRIED
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: int, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Add the gathered tensors; raises ValueError for those of another tensor."""
+        """Add the gathered tensors: the sum is that of another weight if any of them, or the factor, is another's."""
         rest, carried = all_gather_outputs
-        if metadata != _CARRIED or (carried != _CARRIED).any():
-            raise ValueError("gathered tensors are not those that were given")
-        total = (rest.float() + carried).to(param_dtype)
+        total = (rest.float() + metadata * carried).to(param_dtype)
         if out is None:
             return total, (total, *all_gather_outputs)
         out.data.copy_(total)  # which backward must not take for a change after forward
