@@ -190,8 +190,9 @@ def is_allowed(calls: Calls) -> bool:
 def changes_unsharded(calls: Calls) -> bool:
     """Return whether a parameter is frozen, thawed, written, stepped or hooked while its group is left unsharded.
 
-    Loads and casts count as well if the group is gathered ahead of a forward that has left it out. Such a change is made to a copy that the next reshard drops, or is not seen by it: a known fault, of which a few
-    sequences are tried, so that the others find something else.
+    Loads and casts count as well if the group is gathered ahead of a forward that has left it out. Such a change is
+    made to a copy that the next reshard drops, or is not seen by it: a known fault, of which a few sequences are tried,
+    so that the others find something else.
     """
     return any(_is_unsharded(call, progress) for call, progress in _walk(calls))
 
