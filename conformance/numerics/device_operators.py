@@ -16,7 +16,7 @@ from conformance.torch_release import release
 
 SIMULATED = "sim"
 """Type of the simulated device."""
-_NORMS_SINCE = (2, 11)
+_NORMS_SINCE = (2, 9)
 """First release of torch in which DTensor shards RMSNorm in one operator, as it is on CUDA."""
 
 

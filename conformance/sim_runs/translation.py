@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
-from conformance.sim.device import BACKEND, NAME
+from conformance.sim.device import BACKEND, BACKENDS, NAME
 
 _STRINGS = (
     (re.compile(r"(?<![\w-])cuda(?![\w-])"), NAME),
@@ -31,6 +31,9 @@ _NAMES = {
 _KEPT = ("torch.backends.cuda", "torch.version.cuda", "torch.cuda.nccl")
 """Names about the build of torch: the device has no counterpart."""
 _KEPT_ENDS = {name.rpartition(".")[2] for name in _KEPT}
+_GLOO = "gloo"
+_WITH_BACKEND = ("init_process_group", "new_group")
+"""Functions whose backend gloo has tensors of CUDA, too."""
 _CUDA_AMP, _AMP = "torch.cuda.amp", "torch.amp"
 """Module whose functions are for CUDA, and the one whose functions take the type of a device first."""
 
@@ -70,7 +73,15 @@ class _Translator(ast.NodeTransformer):
         if default_is_cuda or name in self._cuda_amp_names or name.startswith(f"{_CUDA_AMP}."):
             node.args.insert(0, ast.copy_location(ast.Constant(NAME), node))
             self.replacements += 1
+        if name.rpartition(".")[2] in _WITH_BACKEND:
+            self._serve_both_devices([*node.args, *(keyword.value for keyword in node.keywords)])
         return self.generic_visit(node)
+
+    def _serve_both_devices(self, arguments: list[ast.expr]) -> None:
+        for argument in arguments:
+            if isinstance(argument, ast.Constant) and argument.value == _GLOO:
+                argument.value = BACKENDS
+                self.replacements += 1
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         is_docstring = isinstance(node.value, ast.Constant)

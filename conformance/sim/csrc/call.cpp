@@ -125,15 +125,17 @@ void Call::refuse_other_layouts() const {
     for_each_tensor(value, [&](const at::Tensor& tensor) { refuse_other_layout(name(), tensor); });
 }
 
-// Kernels of a GPU take host tensors of one element by value, and indices, which are copied first; nothing else.
+// Kernels of a GPU take host tensors of one element by value, and indices, which are copied first; nothing else. Fused
+// optimizers take a learning rate of one dimension, too: ATen/native/cuda/FusedAdamKernel.cu.
 void Call::refuse_mixed_devices() const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
     bool are_indices = arguments_[i].isOptionalTensorList();
-    bool is_list = arguments_[i].isTensorList();
+    bool is_list = arguments_[i].isTensorList(), is_rate = schema_.arguments()[i].name() == "lr";
     for_each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
       TORCH_CHECK(
           tensor.device() == device() ||
-              (!is_on_device(tensor) && (are_indices || (tensor.dim() == 0 && !is_list && !writes(i)))),
+              (!is_on_device(tensor) &&
+               (are_indices || (is_rate && tensor.numel() == 1) || (tensor.dim() == 0 && !is_list && !writes(i)))),
           "Expected all tensors to be on the same device, but found at least two devices, ",
           device(),
           " and ",

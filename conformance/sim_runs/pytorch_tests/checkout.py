@@ -1,6 +1,6 @@
 """Checkout of PyTorch that the user has: its version and its test files, by area."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -22,7 +22,7 @@ class Areas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     areas: dict[str, tuple[str, ...]]
     """Folders and files below `test/`, by the name of the area."""
     left_out: dict[str, str]
-    """Reasons, by file."""
+    """Reasons, by pattern of files."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Checkout:
             for area, places in content.areas.items()
             for place in places
             for name in self._files_of(place)
-            if name not in content.left_out and _is_chosen(name, patterns)
+            if not _is_any(name, content.left_out) and (not patterns or _is_any(name, [f"*{p}*" for p in patterns]))
         ]
         if not files:
             raise UsageError(f"no test file of {self.tests} matches {', '.join(patterns) or 'any area'}")
@@ -82,8 +82,8 @@ class Checkout:
         yield from (str(file.relative_to(self.tests)) for file in found)
 
 
-def _is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(fnmatch(name, f"*{pattern}*") for pattern in patterns)
+def _is_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 @cache

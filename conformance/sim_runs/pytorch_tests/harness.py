@@ -20,6 +20,7 @@ HARNESS = (
     "torch.testing._internal.common_distributed",
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
+    "torch.testing._internal.distributed.fake_pg",
     "torch.testing._internal.distributed.multi_threaded_pg",
     "torch.testing._internal.distributed.checkpoint_utils",
     "torch.testing._internal.distributed.common_state_dict",
@@ -27,6 +28,12 @@ HARNESS = (
     "torch.testing._internal.distributed._shard.sharded_tensor._test_st_common",
 )
 """Modules of torch that ask for CUDA by name on behalf of the tests."""
+
+
+def starts_ranks(file: Path) -> bool:
+    """Return whether a test file lets torch's harness start processes: others start theirs, and look at them."""
+    text = file.read_text()
+    return any(module in text for module in HARNESS)
 
 
 def serve_processes(preload: str) -> None:
@@ -79,6 +86,8 @@ def _answer_for_cuda() -> None:
     vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0
     vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
     vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
+    no_multicast = unittest.skip("multicast support is not available")  # torch's own asks the driver of CUDA
+    vars(common_distributed)["requires_multicast_support"] = lambda: no_multicast
     order_threads(multi_threaded_pg.Collective)
     take_turns(common_distributed.MultiThreadedTestCase, multi_threaded_pg)
 

@@ -5,6 +5,7 @@ The environment says on which device, see `conformance/sim/settings.py`, and whi
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,11 @@ _OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/n
 
 
 def main(arguments: list[str]) -> int:
-    """Run a test file under pytest; returns pytest's exit status."""
+    """Run a test file, the first argument, under pytest; returns pytest's exit status."""
     if settings.RECORD_VARIABLE in os.environ:
         own_temporary_directory()
-    harness.serve_processes(_PRELOAD)
+    if harness.starts_ranks(Path(arguments[0])):
+        harness.serve_processes(_PRELOAD)
     harness.prepare()
     harness.share_device()
     return pytest.main([*_OPTIONS, "-p", "no:warnings", *arguments])

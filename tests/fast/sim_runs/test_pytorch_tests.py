@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from conformance.sim_runs.pytorch_tests import expectations as expected
+from conformance.sim_runs.pytorch_tests import harness
 from conformance.sim_runs.pytorch_tests.checkout import Checkout
 from conformance.sim_runs.pytorch_tests.expectations import Expectations, Reason, Row, Skip, judge, read_expectations
 from conformance.sim_runs.pytorch_tests.markdown import as_markdown
@@ -30,7 +31,12 @@ def checkout(directory: Path, *files: str, version: str = "2.6.0a0\n") -> Path:
 
 def test_files_of_the_areas_are_found_in_the_old_layout_and_the_new(tmp_path: Path) -> None:
     old = ("distributed/_tensor/test_dtensor.py", "distributed/_composable/fsdp/test_fully_shard_comm.py")
-    other = ("distributed/_composable/fsdp/test_fully_shard_compile.py", "distributed/test_store.py", "test_nn.py")
+    other = (
+        "distributed/_composable/fsdp/test_fully_shard_compile.py",
+        "distributed/checkpoint/test_planner.py",
+        "distributed/test_store.py",
+        "test_nn.py",
+    )
     new = ("distributed/tensor/test_dtensor.py", FILE)
     found = Checkout.at(checkout(tmp_path, *old, *new, *other))
     assert found.version == "2.6"
@@ -51,6 +57,18 @@ def test_a_directory_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         Checkout.at(tmp_path)
     with pytest.raises(UsageError, match="no version of torch: main"):
         Checkout.at(checkout(tmp_path, FILE, version="main"))
+
+
+@pytest.mark.parametrize(
+    ("module", "starts"),
+    [("distributed._tensor.common_dtensor", True), ("common_fsdp", True), ("common_utils", False)],
+)
+def test_ranks_of_the_harness_are_told_from_processes_that_a_test_starts(
+    module: str, starts: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "test_one.py"
+    file.write_text(f"from torch.testing._internal.{module} import run_tests\n")
+    assert harness.starts_ranks(file) == starts
 
 
 JUNIT = """<testsuites><testsuite>

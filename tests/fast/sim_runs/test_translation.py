@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conformance.sim.device import BACKEND, BACKENDS
 from conformance.sim_runs.translation import translate_imports, translated
 
 
@@ -84,6 +85,21 @@ def test_loss_scaling_for_cuda_is_for_the_device(tmp_path: Path, monkeypatch: py
     assert [scaler._device for scaler in found["scalers"]] == ["sim"] * 3  # type: ignore[attr-defined]
     assert [scaler._device for scaler in found["given"]] == ["cpu"] * 2  # type: ignore[attr-defined]
     assert found["cuda"] is torch.sim  # type: ignore[attr-defined]
+
+
+GROUPS = """
+def init_process_group(backend, **kwargs): return backend
+def new_group(ranks, backend): return backend
+def choose(backend): return backend
+asked = init_process_group("gloo"), new_group([0], backend="gloo"), init_process_group(backend="nccl")
+other = choose("gloo")
+"""
+
+
+def test_gloo_has_tensors_of_both_devices(tmp_path: Path) -> None:
+    found = names(GROUPS, tmp_path)
+    assert found["asked"] == (BACKENDS, BACKENDS, BACKEND)
+    assert found["other"] == "gloo"
 
 
 def test_a_program_for_any_accelerator_runs_as_it_is(tmp_path: Path) -> None:

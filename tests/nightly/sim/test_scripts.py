@@ -134,3 +134,21 @@ def test_a_script_prints_what_it_prints_on_the_cpu(script: Path, variant: str, s
     printed = on_sim(script, variant, schedule)
     assert len(printed) == 8
     assert printed == expected(script, variant)
+
+
+BACKWARD = """
+import torch
+x = torch.ones(8, 8, device="sim", requires_grad=True)
+(x @ x).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def test_a_script_that_ends_with_its_backward_has_no_error(schedule: str, tmp_path: Path) -> None:
+    """Autograd's thread drops its last references after `backward`; Python must not end it while it does."""
+    library()
+    script = tmp_path / "backward.py"
+    script.write_text(BACKWARD)
+    for _ in range(8):
+        done = run_python("-m", "conformance", "sim", "run", "--schedule", schedule, str(script))
+        assert done.returncode == 0, done.stderr

@@ -212,6 +212,11 @@ def mixed_devices_are_refused() -> None:
     with pytest.raises(TypeError, match="can't convert sim:0 device type tensor to numpy"):
         x.numpy()
     assert (x * torch.tensor(2.0))[torch.tensor([0, 1])].tolist() == [2, 2], "scalars and indices are taken by value"
+    rate = torch.tensor([0.1])
+    parameter = torch.ones(4, device="sim", requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.Adam([parameter], lr=rate, fused=True).step()
+    assert parameter.tolist() == pytest.approx([0.9] * 4)
 
 
 def random_numbers_are_those_of_the_cpu() -> None:
