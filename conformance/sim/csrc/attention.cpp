@@ -69,7 +69,7 @@ struct Attention {
   }
   // Otherwise there is no kernel here whose numbers these operators could have.
   bool is_fused_on_cpu() const {
-    if (has_mask() && mask->requires_grad()) return false;
+    if (dropout > 0.0 || (has_mask() && mask->requires_grad())) return false;
     BelowDispatch below;
     WithFlash flash;
     MaybeTensor of_mask;
@@ -111,8 +111,16 @@ at::Tensor scaled_dot_product_attention(
   if (is_fused && attention.is_efficient())
     return std::get<0>(at::_scaled_dot_product_efficient_attention(
         query, key, value, bias, attention.has_gradient(), dropout, is_causal, scale));
+  TORCH_CHECK(
+      at::globalContext().userEnabledMathSDP(),
+      "No available kernel. Aborting execution. (fused attention of the simulated device has no dropout, no gradient of a ",
+      "mask, and only shapes and dtypes of the CPU's)");
   return std::get<0>(at::_scaled_dot_product_attention_math(
       query, key, value, bias, dropout, is_causal, std::nullopt, scale, enable_gqa));
+}
+
+void refuse_dropout(double dropout) {
+  TORCH_CHECK_NOT_IMPLEMENTED(dropout == 0.0, "fused attention of the simulated device has no dropout");
 }
 
 // Memory for a tensor of the shape (batch, heads, rows, head size): flash attention lays results and gradients out as what
@@ -188,10 +196,11 @@ flash_attention(
     const at::Tensor& query,
     const at::Tensor& key,
     const at::Tensor& value,
-    double,
+    double dropout,
     bool is_causal,
     bool,
     std::optional<double> scale) {
+  refuse_dropout(dropout);
   auto [out, sums] = attend(
       "aten::_scaled_dot_product_flash_attention",
       empty_as_given,
@@ -244,9 +253,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
     const at::Tensor& value,
     const MaybeTensor& mask,
     bool wants_sums,
-    double,
+    double dropout,
     bool is_causal,
     std::optional<double> scale) {
+  refuse_dropout(dropout);
   auto [out, sums] = attend(
       "aten::_scaled_dot_product_efficient_attention",
       empty_by_rows,
