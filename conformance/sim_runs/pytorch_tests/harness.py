@@ -84,6 +84,7 @@ def _answer_for_cuda() -> None:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     vars(common_utils)["get_cycles_per_ms"] = lambda: 1.0
+    vars(common_utils)["requires_cuda"] = lambda test: test
     vars(torch.get_device_module())["_sleep"] = lambda cycles: None  # the device has no clock
     vars(common_distributed)["requires_nccl_version"] = lambda *_: lambda test: test  # the newest
     no_multicast = unittest.skip("multicast support is not available")  # torch's own asks the driver of CUDA

@@ -14,7 +14,7 @@ from conformance.sim_runs.pytorch_tests import harness
 from conformance.sim_runs.pytorch_tests.names import own_temporary_directory
 
 _PRELOAD = f"{__package__}.preload"
-_OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider")
+_OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:logging")
 
 
 def main(arguments: list[str]) -> int:
