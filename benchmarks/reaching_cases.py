@@ -48,9 +48,7 @@ class Cases(msgspec.Struct):
 
     def lines(self, file: str) -> Set[int]:
         """Return the lines of a file of torch that any case reaches."""
-        return frozenset().union(
-            *(self.reached[record].get(file, ()) for case in self.cases for record in case.records)
-        )
+        return frozenset().union(*(files.get(file, frozenset()) for files in self.reached.values()))
 
     def selected(self, file: str, lines: Set[int], *, limit_s: float) -> list[str]:
         """Return the node ids of cases that reach one of the lines, up to a total time: the cheapest of each law first.

@@ -6,6 +6,8 @@ messages, and defaults of arguments stay as they are.
 """
 
 import ast
+import bisect
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 _REPLACED: dict[type[ast.AST], type[ast.AST]] = {
@@ -55,9 +57,13 @@ def mutated(source: str, number: int, *, in_judgement: bool = False) -> ast.Modu
 
 def statement_at(source: str, line: int) -> int:
     """Return the first line of the innermost statement that contains a line."""
-    return max(
-        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= line
-    )
+    lines = _statements(source)
+    return lines[bisect.bisect(lines, line) - 1]
+
+
+@lru_cache(maxsize=1)
+def _statements(source: str) -> list[int]:
+    return sorted(node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
 
 
 def _finished(tree: ast.Module) -> ast.Module:
