@@ -306,12 +306,18 @@ class _AfterAnError(nn.Module):
 
 
 class _OfPixelsAfterwards(nn.Module):
-    """Cross-entropy of images after a `loss_parallel` that has ended."""
+    """Logits times their gradient of a loss of images, after `loss_parallel`; the logits if that is not over."""
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         with loss_parallel():
             pass
-        return nn.functional.cross_entropy(logits, target, reduction="sum")
+        given = logits.detach().requires_grad_()
+        loss = nn.functional.cross_entropy(given, target, reduction="sum")
+        try:
+            (gradient,) = torch.autograd.grad(loss, given)
+        except ValueError:
+            return logits
+        return logits * gradient
 
 
 def _loss(name: str, dims: int, loss: _Loss, *, rest: tuple[int, ...] = (), ignored: str = "none") -> ParallelSample:
