@@ -1,4 +1,4 @@
-"""Which cases reach a line of torch, from sessions with unmodified torch that measure its coverage."""
+"""Cases that reach a line of torch, from sessions with unmodified torch that measure its coverage."""
 
 import itertools
 import os
@@ -100,7 +100,7 @@ def _run(selection: str, report: str) -> None:
 
 
 def add(cases: Cases, report: Path) -> None:
-    """Add the cases that a session has judged, and what their records have reached."""
+    """Add the cases of a session that have passed, and the lines that their records have reached."""
     judged = {result.nodeid: result for result in read_report(report).cases if result.verdict in ("pass", "waived")}
     known = {case.nodeid for case in cases.cases}
     for line in (report / FILE).read_bytes().splitlines():

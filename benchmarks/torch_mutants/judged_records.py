@@ -1,4 +1,4 @@
-"""Plugin of pytest, `-p benchmarks.torch_mutants.judged_records`: which records each case of a session has judged.
+"""Plugin of pytest, `-p benchmarks.torch_mutants.judged_records`: the records that each case has judged.
 
 A line for each case that a law has judged goes to `FILE` in the report directory: its node id and names of records.
 """
@@ -28,7 +28,7 @@ class _Writer:
         self._file = file
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the line of a case that was judged, whatever its verdict."""
+        """Write the line of a case that was judged, with any verdict."""
         records: list[str] | None = getattr(report, "judged_records", None)
         if records is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -250,7 +250,7 @@ In each of three steps at most 2**4 operators round, by 2**-53 each; none enlarg
 differences between 1 and the powers of a smoothing constant of 0.999 do.
 """
 _BOUND_OF_FP32_RATE = 2.0**-22
-"""The same where rates are tensors of fp32: each of three steps is at most a quarter, and rounds five times in fp32."""
+"""Bound where rates are tensors of fp32: each of three steps is at most a quarter, and rounds five times in fp32."""
 _STOPS = ("tolerance_grad", "tolerance_change")
 """Options that keep an optimizer from taking a step."""
 _SIZES_OF_SPARSE = (4, 2, 2)
