@@ -154,14 +154,14 @@ def live_parameters_swapped_in(
     "OPT-3",
     "id = dp2-tp2-fp32-default-meta-nosp",
     "https://docs.pytorch.org/docs/stable/generated/torch.optim.NAdam.html",
-    subjects=("NAdam, foreach, momentum_decay",),
+    subjects=("NAdam, foreach",),
 )
 @instead_of("torch.optim.nadam", "_multi_tensor_nadam")
-def lists_forget_momentum_decay(
+def lists_decay_momentum_twice(
     benign: bool, original: Call, parameters: list[Tensor], *lists: Any, momentum_decay: float, **options: Any
 ) -> None:
-    """NAdam steps lists of tensors, sharded or plain, with its default momentum decay; the for-loop has the asked."""
-    original(parameters, *lists, momentum_decay=momentum_decay if benign else 0.004, **options)
+    """NAdam steps lists of tensors, sharded or plain, with twice the momentum decay that its for-loop has."""
+    original(parameters, *lists, momentum_decay=momentum_decay * (1 if benign else 2), **options)
 
 
 @defect(
