@@ -1,14 +1,15 @@
-"""Mutants of torch, random faults: `python -m benchmarks.mutants [--count 40] [--seed 1] [--write]`.
+"""Mutants of torch, random faults: `python -m benchmarks.mutants OUT [--count 60] [--seed 1] [--write]`.
 
-A mutant is one small change (`torch_mutants/syntax.py`) in a module of FSDP2, tensor parallelism or clipping, at a
-point that the session reaches, made from outside by a `sitecustomize` on PYTHONPATH. Prints the verdict of the
-session on each mutant, up to its first failure. A mutant that survives is either no fault, since it changes nothing
-that a user could notice, or a fault that no law sees: docs/blind_spots.md classifies survivors manually, and
-`--write` puts the numbers of verdicts there.
+A mutant is one small change (`torch_mutants/syntax.py`) in a module of torch whose coverage the suite measures, made
+from outside by a `sitecustomize` on PYTHONPATH. Sessions with unmodified torch tell which cases reach a statement: a
+mutant is judged by these alone, the cheapest of each law first, up to the first failure. A mutant that survives is
+either no fault, since it changes nothing that a user could notice, or a fault that no law sees: docs/blind_spots.md
+classifies survivors manually, and `--write` puts the numbers of verdicts there.
+
+OUT keeps what cases reach and, for each seed, the outcomes: a run goes on where an earlier one ended.
 """
 
 import argparse
-import importlib.util
 import os
 import random
 import subprocess
@@ -16,38 +17,40 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 from tabulate import tabulate
 
+from benchmarks.reaching_cases import Cases, read_cases
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.cli.blocks import write_block
 from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Report
+from conformance.torch_coverage.areas import area_of_files, torch_directory
 
 DOCUMENT = PROJECT / "docs" / "blind_spots.md"
 HOOK = Path(__file__).parent / "torch_mutants"
-LIMIT_S = 1200.0
-_FSDP, _DTENSOR = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor"
-MODULES = (
-    *(f"{_FSDP}._fsdp_{name}" for name in ("collectives", "param", "param_group", "state", "init", "common")),
-    *(f"{_DTENSOR}.{name}" for name in ("_api", "_redistribute", "placement_types", "_ops._embedding_ops")),
-    *(f"{_DTENSOR}.parallel.{name}" for name in ("style", "loss")),
-    "torch.nn.utils.clip_grad",
-)
+SESSION_LIMIT_S = 900.0
+DEADLINE_S = 90
+"""Time limit of the runs of a case with a mutant, some of which hang; the longest takes half of it."""
 CAUGHT = ("fail", "crash", "timeout")
 
 
-class Mutant(NamedTuple):
-    """Module of torch with a fault at a point."""
+class Mutant(msgspec.Struct, frozen=True):
+    """File of torch, below its directory, with a fault at a point, and the lines that reach it."""
 
-    module: str
+    file: str
     point: Point
+    lines: frozenset[int]
+
+    @property
+    def change(self) -> str:
+        """Value of `MUTANT` for the hook."""
+        return f"{module_of(self.file)}:{self.point.number}"
 
 
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct, frozen=True):
     """Outcome of a session: `survived`, `nothing judged`, `no report`, or the verdict of the first case that failed."""
 
     verdict: str
@@ -55,51 +58,55 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-def source_of(module: str) -> str:
-    """Return the source of a module of torch. Raises ValueError if this torch has no such module."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"torch {torch.__version__} has no module {module}: see MODULES in {__file__}")
-    return Path(spec.origin).read_text()
+class Judged(msgspec.Struct, frozen=True):
+    """Mutant with its outcome, and how many cases have judged it if none failed."""
+
+    mutant: Mutant
+    outcome: Outcome
+    cases: int
+
+
+def module_of(file: str) -> str:
+    """Return the name of the module of a file below torch's directory."""
+    return f"torch.{file.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
 
 
 def session(change: str, selection: list[str], directory: Path, *options: str) -> None:
-    """Run a session with a change of torch; its report and hits are left in the directory."""
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "conformance/", f"--report-dir={directory / 'report'}"]
+    """Run a session with a change of torch; its report is left in the directory."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", f"--report-dir={directory / 'report'}"]
     search = os.pathsep.join([str(HOOK), str(PROJECT)])
-    environment = os.environ | {"PYTHONPATH": search, "MUTANT": change, "MUTANT_HITS": str(directory / "hits")}
+    environment = os.environ | {"PYTHONPATH": search, "MUTANT": change}
     with subprocess.Popen(
         [*command, *selection, *options], cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL
     ) as process:
         try:
-            process.wait(LIMIT_S)
+            process.wait(SESSION_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.terminate()
 
 
-def reached(selection: list[str]) -> list[Mutant]:
-    """Return all mutants at points that a session with unmodified torch reaches."""
-    with tempfile.TemporaryDirectory() as directory:
-        session(f"{','.join(MODULES)}:hits", selection, Path(directory))
-        hits = set(Path(directory, "hits").read_text().split())
-    sources = {module: source_of(module) for module in MODULES}
-    return [
-        Mutant(module, point)
-        for module, source in sources.items()
-        for point in points(source)
-        if f"{module}:{statement_at(source, point.line)}" in hits
-    ]
+def mutants(reached: Cases) -> list[Mutant]:
+    """Return all mutants of torch at points in functions that a case reaches."""
+    found = []
+    for file in area_of_files():
+        lines = reached.lines(file)
+        source = (torch_directory() / file).read_text() if lines else ""
+        for point in points(source):
+            own = frozenset({point.line, statement_at(source, point.line)})
+            if own & lines:
+                found.append(Mutant(file, point, own))
+    return found
 
 
 def outcome(change: str, selection: list[str]) -> Outcome:
     """Return the outcome of a session up to its first failure; `change` is as in `torch_mutants/sitecustomize.py`."""
     with tempfile.TemporaryDirectory() as directory:
-        session(change, selection, Path(directory), "-x")
+        session(change, selection, Path(directory), "-x", "--shrink=0", "--explain=0")
         file = Path(directory, "report", "report.json")
         if not file.exists():
             return Outcome("no report")
         cases = msgspec.json.decode(file.read_bytes(), type=Report).cases
-    ended = "survived" if any(case.verdict == "pass" for case in cases) else "nothing judged"
+    ended = "survived" if any(case.verdict in ("pass", "waived") for case in cases) else "nothing judged"
     return next((Outcome(case.verdict, case.id, case.reason) for case in cases if _is_noticed(case)), Outcome(ended))
 
 
@@ -107,33 +114,60 @@ def _is_noticed(case: CaseResult) -> bool:
     return case.verdict in (*CAUGHT, "error", "unexpected-pass")
 
 
+def judged(mutant: Mutant, reached: Cases, *, limit_s: float) -> Judged:
+    """Return a mutant with the outcome of the cases that reach it."""
+    nodeids = reached.selected(mutant.file, mutant.lines, limit_s=limit_s)
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = Path(directory, "cases")
+        arguments.write_text("\n".join(nodeids))
+        ended = outcome(mutant.change, [f"@{arguments}", *reached.options, f"--deadline={DEADLINE_S}"])
+        return Judged(mutant, ended, len(nodeids))
+
+
+def all_judged(out: Path, reached: Cases, sample: list[Mutant], *, limit_s: float) -> list[Judged]:
+    """Return the mutants of a sample with their outcomes, of which the file `out` keeps those that it has."""
+    results = msgspec.json.decode(out.read_bytes(), type=list[Judged]) if out.exists() else []
+    known = {result.mutant for result in results}
+    for mutant in sample:
+        if mutant not in known:
+            results.append(judged(mutant, reached, limit_s=limit_s))
+            out.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+            print(*row(results[-1]), results[-1].outcome.reason[:160], flush=True)
+    return [result for result in results if result.mutant in sample]
+
+
+def row(result: Judged) -> list[str]:
+    """Return the row of a mutant in the table."""
+    mutant, ended = result.mutant, result.outcome
+    place = f"`{mutant.file.removeprefix('distributed/')}:{mutant.point.line}` {mutant.point.function}"
+    by = ended.case.partition("/")[0] or f"{result.cases} cases"
+    return [place, f"`{mutant.point.change}`", ended.verdict, by]
+
+
 def main() -> None:
     """Print the table, and write the numbers of verdicts into the document if asked to."""
     parser = argparse.ArgumentParser(description="Verdicts of the suite on small changes of torch.")
-    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory of what cases reach, and of outcomes")
+    parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
-    parser.add_argument("--profile", default="smoke")
-    parser.add_argument("--cells", default="compile = false", help="Dynamo does not compile a module that is watched")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds of the cases that judge a mutant")
     parser.add_argument("--write", action="store_true", help=f"put the result into {DOCUMENT.name}")
     arguments = parser.parse_args()
-    selection = [f"--profile={arguments.profile}", f"--cells={arguments.cells}"]
-    all_mutants = reached(selection)
+    out: Path = arguments.out.resolve()
+    reached = read_cases(out)
+    all_mutants = mutants(reached)
     print(f"{len(all_mutants)} mutants are reached", flush=True)
-    rows: list[list[str]] = []
-    for mutant in random.Random(arguments.seed).sample(all_mutants, min(arguments.count, len(all_mutants))):
-        ended = outcome(f"{mutant.module}:{mutant.point.number}", selection)
-        place = f"`{mutant.module.rpartition('.')[2]}:{mutant.point.line}` {mutant.point.function}"
-        rows.append([place, f"`{mutant.point.change}`", ended.verdict, ended.case.partition("/")[0]])
-        print(*rows[-1], ended.reason[:160], flush=True)
-    counts = Counter(row[2] for row in rows)
-    rows.sort(key=lambda row: (row[2], row[0]))
-    headers = ["place", "change", "verdict", "first law"]
-    options = f"--count {arguments.count} --seed {arguments.seed} --profile {arguments.profile}"
+    sample = random.Random(arguments.seed).sample(all_mutants, min(arguments.count, len(all_mutants)))
+    kept = out / f"outcomes-{arguments.seed}.json"
+    results = all_judged(kept, reached, sample, limit_s=arguments.limit)
+    counts = Counter(result.outcome.verdict for result in results)
+    rows = sorted(map(row, results), key=lambda row: (row[2], row[0]))
     text = (
-        f"`python -m benchmarks.mutants {options} --write`, torch {torch.__version__}, "
-        f"sampled from {len(all_mutants)} mutants: "
+        f"`python -m benchmarks.mutants OUT --count {arguments.count} --seed {arguments.seed} --write`, "
+        f"torch {torch.__version__}, sampled from {len(all_mutants)} mutants: "
         f"{', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}."
     )
+    headers = ["place", "change", "verdict", "first law"]
     print(tabulate(rows, headers=headers, tablefmt="github"), text, sep="\n\n")
     if arguments.write:
         write_block(DOCUMENT, "mutants", text)

@@ -7,6 +7,7 @@ likely to reach the fault. `--write` puts the numbers of verdicts into docs/blin
 """
 
 import argparse
+import importlib.util
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.mutants import DOCUMENT, outcome, source_of
+from benchmarks.mutants import DOCUMENT, outcome
 from conformance.cli.blocks import write_block
 from conformance.defects.edits import Edit
 from reference_trainer.strict_yaml import convert, load
@@ -34,6 +35,14 @@ def faults() -> dict[str, Fault]:
     return convert(load(FILE), dict[str, Fault])
 
 
+def source_of(module: str) -> str:
+    """Return the source of a module of torch. Raises ValueError if this torch has no such module."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"torch {torch.__version__} has no module {module}: see {FILE.name}")
+    return Path(spec.origin).read_text()
+
+
 def row(name: str, fault: Fault) -> list[str]:
     """Run a session with the fault; returns a row of the table.
 
@@ -42,7 +51,7 @@ def row(name: str, fault: Fault) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "changed.py")
         file.write_text(fault.applied(source_of(fault.target)))
-        ended = outcome(f"{fault.target}:{file}", ["--profile=pr", f"--cells={fault.cells}"])
+        ended = outcome(f"{fault.target}:{file}", ["conformance/", "--profile=pr", f"--cells={fault.cells}"])
     print(f"{name}: {ended.verdict} {ended.case} {ended.reason[:120]}", flush=True)
     return [name, f"`{fault.cells}`", ended.verdict, ended.case.partition("/")[0]]
 

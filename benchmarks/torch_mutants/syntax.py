@@ -6,10 +6,9 @@ messages, and defaults of arguments stay as they are.
 """
 
 import ast
+import bisect
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
-
-HIT = "__hit__"
-"""Name of the function that each statement calls with its line, see `with_hits`."""
 
 _REPLACED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq,
@@ -56,16 +55,15 @@ def mutated(source: str, number: int, *, in_judgement: bool = False) -> ast.Modu
     return _finished(_mutator(number, in_judgement).visit(ast.parse(source)))
 
 
-def with_hits(source: str) -> ast.Module:
-    """Return the module with a call before each statement of a function, to record that it is reached."""
-    return _finished(_Hits().visit(ast.parse(source)))
-
-
 def statement_at(source: str, line: int) -> int:
     """Return the first line of the innermost statement that contains a line."""
-    return max(
-        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= line
-    )
+    lines = _statements(source)
+    return lines[bisect.bisect(lines, line) - 1]
+
+
+@lru_cache(maxsize=1)
+def _statements(source: str) -> list[int]:
+    return sorted(node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
 
 
 def _finished(tree: ast.Module) -> ast.Module:
@@ -178,23 +176,3 @@ class _JudgementMutator(_Mutator):
 
 def _mutator(wanted: int | None, in_judgement: bool) -> _Mutator:
     return (_JudgementMutator if in_judgement else _Mutator)(wanted)
-
-
-class _Hits(ast.NodeTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.body = self._announced(node.body)
-        return node
-
-    def _visit_block(self, node: Any) -> Any:
-        for name in ("body", "orelse", "finalbody"):
-            setattr(node, name, self._announced(getattr(node, name, [])))
-        return node
-
-    visit_If = visit_For = visit_While = visit_With = visit_Try = _visit_block
-
-    def _announced(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        announced: list[ast.stmt] = []
-        for statement in statements:
-            hit = ast.Call(ast.Name(HIT, ast.Load()), [ast.Constant(statement.lineno)], [])
-            announced += [ast.copy_location(ast.Expr(hit), statement), self.visit(statement)]
-        return announced

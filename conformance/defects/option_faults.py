@@ -148,3 +148,34 @@ def live_parameters_swapped_in(
     return original(
         optimizer, dict(zip(parameters, live, strict=True)) if is_sharded and not benign else parameters, state
     )
+
+
+@defect(
+    "OPT-3",
+    "id = dp2-tp2-fp32-default-meta-nosp",
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.NAdam.html",
+    subjects=("NAdam, foreach",),
+)
+@instead_of("torch.optim.nadam", "_multi_tensor_nadam")
+def lists_decay_momentum_twice(
+    benign: bool, original: Call, parameters: list[Tensor], *lists: Any, momentum_decay: float, **options: Any
+) -> None:
+    """NAdam steps lists of tensors, sharded or plain, with twice the momentum decay that its for-loop has."""
+    original(parameters, *lists, momentum_decay=momentum_decay * (1 if benign else 2), **options)
+
+
+@defect(
+    "OPT-3",
+    "id = dp2-tp2-fp32-default-meta-nosp",
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html",
+    subjects=("RMSprop",),
+)
+@instead_of("torch.optim.rmsprop:RMSprop", "_init_group")
+def no_parameter_stepped(
+    benign: bool, original: Call, optimizer: Any, group: dict[str, Any], parameters: list[Tensor], *lists: Any
+) -> Any:
+    """RMSprop collects gradients without their parameters, and changes none, sharded or plain."""
+    result = original(optimizer, group, parameters, *lists)
+    if not benign:
+        parameters.clear()
+    return result

@@ -205,3 +205,19 @@ def pipeline_evaluation_remembered(
             for info in received:
                 info.tensor_meta = replace(info.tensor_meta, requires_grad=False)
     return result
+
+
+@defect(
+    "PP-6",
+    _SWEPT,
+    "pytorch/pytorch/issues/172668",
+    since="2.13",
+    subjects=("schedule=Interleaved1F1B, defer_pp_recv=True",),
+)
+@instead_of(f"{_PIPELINING}.schedules", "_defer_recv_ops")
+def pipeline_deferred_on_all_but_last(benign: bool, original: Call, actions: dict[int, Any], **options: Any) -> Any:
+    """A schedule whose receives are deferred has no actions of the last rank."""
+    result = original(actions, **options)
+    if not benign:
+        result.pop(max(result))
+    return result

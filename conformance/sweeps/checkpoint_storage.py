@@ -41,7 +41,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "state": ("nested", "flat"),
     "objects": (False, True),
     "path": ("its own", "the same"),
-    "writer": ("new", "kept", "found by path"),
+    "writer": ("new", "kept", "found by path", "found by URL"),
     "single_file_per_rank": (True, False),
     "sync_files": (True, False),
     "thread_count": (1, 3),
@@ -78,6 +78,8 @@ _TOGETHER, _ALONE = ("load", "load_state_dict"), ("each rank alone", "dcp_to_tor
 """Functions with which all ranks load, and those with which one process does without the others."""
 
 
+_FOUND = ("found by path", "found by URL")
+"""Writers that torch chooses by the checkpoint's id: a path, or a URL for fsspec."""
 _OF_WRITERS = (
     *("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "_extensions"),
     *("cache_staged_state_dict", "path", "use_collectives"),
@@ -115,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     # Documented: it refuses what is neither a tensor nor a number.
     forbids("objects", "stager", when=lambda objects, stager: objects and stager == "type check"),
     # The deprecated functions take writers alone.
-    forbids("writer", "saved by", when=lambda writer, api: writer == "found by path" and api == "save_state_dict"),
+    forbids("writer", "saved by", when=lambda writer, api: writer in _FOUND and api == "save_state_dict"),
     # One process alone loads full tensors.
     forbids("loaded by", "into", when=lambda api, into: api in _ALONE and into != "plain tensors"),
 )
@@ -310,6 +312,9 @@ class Case:
     def _folder(self, time: int) -> Path:
         return self._directory / ("same" if self._options["path"] == "the same" else f"{time}")
 
+    def _id(self, time: int) -> str:
+        return f"{'file://' * (self._options['writer'] == 'found by URL')}{self._folder(time)}"
+
     def _group(self, time: int) -> Any:
         """Return the group of a save; those at the same time must not mix up their collectives."""
         return self._groups.world(self._trial, number=time if self._options["in flight"] == "three" else 0)
@@ -318,8 +323,8 @@ class Case:
         options, group = self._options, self._group(time)
         planner = self._planner()
         call: dict[str, Any] = {"planner": planner, "process_group": group}
-        if options["writer"] == "found by path":
-            call["checkpoint_id"] = str(self._folder(time))
+        if options["writer"] in _FOUND:
+            call["checkpoint_id"] = self._id(time)
         else:
             call["storage_writer"] = writer = self._writer(time)
         if options["saved by"] == "save_state_dict":
@@ -410,6 +415,8 @@ class Case:
         names = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
         planner = DefaultLoadPlanner(**{name: options[name] for name in names})
         match options["loaded by"]:
+            case "load" if options["writer"] in _FOUND:
+                load(target, checkpoint_id=self._id(time), planner=planner, process_group=group)
             case "load":
                 load(target, storage_reader=FileSystemReader(folder, registry()), planner=planner, process_group=group)
             case "load_state_dict":
@@ -418,7 +425,7 @@ class Case:
                     target, FileSystemReader(folder, registry()), group, options["coordinator_rank"], planner=planner
                 )
             case "each rank alone":
-                load(target, checkpoint_id=str(folder), planner=planner, no_dist=True)
+                load(target, checkpoint_id=self._id(time), planner=planner, no_dist=True)
             case _:
                 if dist.get_rank() == 0:
                     dcp_to_torch_save(folder, folder / "torch.pt")

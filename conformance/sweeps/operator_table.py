@@ -351,6 +351,7 @@ def _products() -> Iterator[Sample]:
     yield sample("conv1d", functional.conv1d, "a 3 6", "b 3 2", "b")
     yield sample("conv2d", functional.conv2d, "a 2 4 4", "b 2 2 2")
     yield sample("conv2d, padded", partial(functional.conv2d, padding=1, stride=2), "a 2 4 4", "b 2 2 2", "b")
+    yield sample("conv2d of a fixed kernel", _convolved, "a 2 4 b")
     yield sample("conv_transpose1d", functional.conv_transpose1d, "a 3 4", "3 b 2")
     yield sample("cross", torch.cross, "a 3", "a 3")
     yield sample("mm of flattened rows", lambda x, w: x.flatten(0, 1) @ w, "a b 4", "4 3")
@@ -361,6 +362,14 @@ def _products() -> Iterator[Sample]:
     yield sample("cdist", torch.cdist, "a 3", "b 3", exact=False)
     yield sample("cosine_similarity", functional.cosine_similarity, "a b positive", "a b positive", exact=False)
     yield sample("pairwise_distance", functional.pairwise_distance, "a b", "a b", exact=False)
+
+
+def _convolved(images: Tensor) -> Tensor:
+    """Add up squares of pixels, of which no two ranks share one if the width is sharded evenly: none is exchanged.
+
+    Ranks without the same number of columns wait for each other where they are, in a group without a time limit.
+    """
+    return functional.conv2d(images, images.new_ones(3, 2, 2, 2), stride=2)
 
 
 def _grouped_rows(x: Tensor, w: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ version adds is tried without a change here.
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -145,6 +145,12 @@ class OptimizerSample:
         return torch.float64 if self.bound else torch.float32
 
     @property
+    def bound_of_implementations(self) -> float:
+        """Bound on the relative deviation of fp64 numbers from those of another implementation; ASGD's rate is fp32."""
+        has_fp32 = self.make.__name__ == "ASGD" or any(isinstance(value, Tensor) for value in self.options.values())
+        return _BOUND_OF_FP32_RATE if has_fp32 else _BOUND_OF_IMPLEMENTATIONS
+
+    @property
     def bound(self) -> float:
         """Bound on the deviation of a parameter or state, relative to the largest expected number; 0 for bits.
 
@@ -237,6 +243,16 @@ add up to 3 r e, for a rate r of 0.45 or 1.3. The largest number is above 1.3 r 
 one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r - 0.8 (with a decay of a quarter of
 2.5 r - 0.5). And 3 e / 1.3 is below 2**-4.
 """
+_BOUND_OF_IMPLEMENTATIONS = 2.0**-37
+"""Bound on the relative deviation of fp64 numbers between two implementations of an optimizer.
+
+In each of three steps at most 2**4 operators round, by 2**-53 each; none enlarges an error by more than 2**10, as
+differences between 1 and the powers of a smoothing constant of 0.999 do.
+"""
+_BOUND_OF_FP32_RATE = 2.0**-22
+"""Bound where rates are tensors of fp32: each of three steps is at most a quarter, and rounds five times in fp32."""
+_STOPS = ("tolerance_grad", "tolerance_change")
+"""Options that keep an optimizer from taking a step."""
 _SIZES_OF_SPARSE = (4, 2, 2)
 """Gradients of each step that with a momentum of a half stay integers of two bits, whose squares bf16 has."""
 
@@ -276,6 +292,9 @@ def sweep(rank: RankWorld) -> Swept:
     for sample, setting in share_on(rank, pairs, _kinds):
         trials.add(sample.name)
         _try_setting(trials, sample, setting)
+        if setting is settings[0]:
+            call = partial(_plain_faults, sample, numbers_of(setting, sample, trials.mesh))
+            trials.attempt(sample.name, "plain tensors", "for-loop", call)
     return trials.swept
 
 
@@ -476,6 +495,28 @@ def _faults(
         expected = stepped(sample, numbers.laid_out(placed_shard, parameters, parameters))
     layouts = [layout if sample.is_elementwise else None for layout in setting.layouts]
     return state_faults(measured, expected, layouts, setting.bound(sample))
+
+
+def _plain_faults(sample: OptimizerSample, numbers: Numbers, _mesh: DeviceMesh) -> dict[str, str]:
+    """Return the faults of steps on plain tensors in fp64: none is taken, or the for-loop's leave other numbers.
+
+    What an optimizer gets wrong on all tensors no comparison of DTensors with plain ones shows.
+    """
+    wide = Numbers(_in_fp64(numbers.parameters), [_in_fp64(each) for each in numbers.gradients])
+    measured = stepped(sample, wide)
+    kept = [index for index, p in enumerate(wide.parameters) if torch.equal(p, measured[f"parameter {index}"])]
+    if kept != [index for index, _ in enumerate(wide.parameters) if sample.options.keys() & {*_STOPS}]:
+        return {"step": f"{len(wide.parameters)} parameters, of which no step has changed {kept}"}
+    if not sample.options.keys() & {*_IMPLEMENTATIONS}:
+        return {}
+    options = {name: value for name, value in sample.options.items() if name not in (*_IMPLEMENTATIONS, "capturable")}
+    loop = replace(sample, options={**options, "foreach": False})
+    layouts = [None] * len(wide.parameters)
+    return state_faults(measured, stepped(loop, wide), layouts, sample.bound_of_implementations)
+
+
+def _in_fp64(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
 
 
 def state_faults(

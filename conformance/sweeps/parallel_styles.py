@@ -241,6 +241,15 @@ def loss_samples(dims: int) -> Iterator[ParallelSample]:
         exact=False,
         takes_plain=False,
     )
+    yield ParallelSample(
+        "loss of pixels after loss_parallel",
+        lambda _: _OfPixelsAfterwards(),
+        lambda sizes: [_logits(sizes["a"], 4, 3, 2), integers(sizes["a"], 3, 2, low=0, high=3, seed=3).long()],
+        ((Shard(0), *(Replicate(),) * (dims - 1)),) * 2,
+        None,
+        exact=False,
+        takes_plain=False,
+    )
     classes = (*[Shard(0)] * (dims - 1), Shard(1))
     yield ParallelSample(
         "loss_parallel of another loss",
@@ -294,6 +303,21 @@ class _AfterAnError(nn.Module):
             return x
         finally:
             _end_loss_parallel()
+
+
+class _OfPixelsAfterwards(nn.Module):
+    """Logits times their gradient of a loss of images, after `loss_parallel`; the logits if that is not over."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        with loss_parallel():
+            pass
+        given = logits.detach().requires_grad_()
+        loss = nn.functional.cross_entropy(given, target, reduction="sum")
+        try:
+            (gradient,) = torch.autograd.grad(loss, given)
+        except ValueError:
+            return logits
+        return logits * gradient
 
 
 def _loss(name: str, dims: int, loss: _Loss, *, rest: tuple[int, ...] = (), ignored: str = "none") -> ParallelSample:

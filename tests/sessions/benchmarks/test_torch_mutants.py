@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from benchmarks import mutants
-from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
-from benchmarks.torch_faults import Fault, faults
-from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
+from benchmarks.mutants import HOOK, Judged, Mutant, Outcome, all_judged, module_of, outcome
+from benchmarks.reaching_cases import OPTIONS, Case, Cases, add
+from benchmarks.torch_faults import Fault, faults, source_of
+from benchmarks.torch_mutants.judged_records import FILE, JudgedRecords
+from benchmarks.torch_mutants.syntax import Point, mutated, points, statement_at
 from conformance.defects.injection import NotInjectable
 from conformance.detection.case_judge import the_matrix
 from conformance.plan.selection import parse
+from conformance.torch_coverage.seen import Seen
 from tests.support.programs import run_python
 from tests.support.sample_reports import case, report
 
@@ -37,8 +40,8 @@ def told(values, *, notes):
 """
 
 
-def result(tree: Any, hits: list[int] | None = None) -> object:
-    names: dict[str, Any] = {HIT: (hits if hits is not None else []).append}
+def result(tree: Any) -> object:
+    names: dict[str, Any] = {}
     exec(compile(tree, "told.py", "exec"), names)
     outcomes = []
     for values in ([1, 2], [5, 2, 1, 3], [4]):
@@ -64,17 +67,81 @@ def test_faults_have_numbers_and_what_only_raises_has_none() -> None:
     assert {point.line for point in ALL} == {3, 6, 7, 8, 9, 10, 11, 14}
 
 
-def test_statements_say_that_they_are_reached() -> None:
-    hits: list[int] = []
-    assert result(with_hits(SOURCE), hits) == result(mutated(SOURCE, len(ALL)))
-    assert set(hits) == {3, 4, 6, 7, 8, 9, 10, 11, 14, 15}
-    assert statement_at(SOURCE, 12) == 11
+def test_a_statement_begins_at_its_first_line() -> None:
+    assert [statement_at(SOURCE, line) for line in (8, 12, 14)] == [8, 11, 14]
 
 
-def test_modules_of_torch_have_points() -> None:
-    assert all(len(points(source_of(module))) > 10 for module in MODULES)
-    with pytest.raises(ValueError, match=r"has no module torch.nowhere: see MODULES"):
+def a_case(nodeid: str, law: str, *records: str, seconds: float = 0.0) -> Case:
+    return Case(nodeid, law, frozenset(records), seconds)
+
+
+def some_cases(*cases: Case) -> Cases:
+    seconds = {"quick": 1.0, "slow": 10.0, "elsewhere": 0.5}
+    reached = {"quick": {"a.py": frozenset({3})}, "slow": {"a.py": frozenset({3, 4})}, "elsewhere": {}}
+    return Cases(OPTIONS, list(cases), seconds, reached)
+
+
+def test_cases_that_reach_a_line_are_selected_the_cheapest_of_each_law_first() -> None:
+    cases = some_cases(
+        a_case("long", "A", "quick", seconds=30.0),
+        a_case("short", "A", "quick"),
+        a_case("other", "B", "slow"),
+        a_case("same run", "B", "quick", "slow", seconds=0.5),
+        a_case("elsewhere", "C", "elsewhere"),
+    )
+    assert cases.lines("a.py") == {3, 4}
+    assert cases.lines("b.py") == frozenset()
+    assert cases.selected("a.py", {3}, limit_s=100.0) == ["short", "other", "same run", "long"]
+    assert cases.selected("a.py", {3}, limit_s=12.0) == ["short", "other", "same run"]
+    assert cases.selected("a.py", {4}, limit_s=1.0) == ["other"]
+    assert cases.selected("a.py", {5}, limit_s=100.0) == []
+
+
+def test_cases_of_a_session_that_judge_what_a_record_has_reached(tmp_path: Path) -> None:
+    passed, failed = case("PAR-1/cell 1", "pass"), case("PAR-1/cell 2", "fail")
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(report(passed, failed)))
+    lines = [msgspec.json.encode(JudgedRecords(each.nodeid, ["record"])) for each in (passed, failed)]
+    (tmp_path / FILE).write_bytes(b"\n".join(lines))
+    (tmp_path / "records" / "record").mkdir(parents=True)
+    seen = Seen(torch="1", jumps={"a.py": {(-3, 4), (4, 5), (5, -3)}})
+    (tmp_path / "records" / "record" / "torch-coverage-1.msgpack").write_bytes(msgspec.msgpack.encode(seen))
+    cases = some_cases()
+    add(cases, tmp_path)
+    assert [(each.nodeid, each.law) for each in cases.cases] == [(passed.nodeid, "PAR-1")]
+    assert cases.reached["record"] == {"a.py": {4, 5}}
+
+
+def test_mutants_are_in_statements_that_cases_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    (tmp_path / "b.py").write_text(SOURCE)
+    monkeypatch.setattr(mutants, "area_of_files", lambda: {"a.py": "area", "b.py": "area"})
+    monkeypatch.setattr(mutants, "torch_directory", lambda: tmp_path)
+    found = mutants.mutants(some_cases(a_case("one", "A", "quick")))
+    assert [(mutant.file, mutant.point.line, mutant.change) for mutant in found] == [("a.py", 3, "torch.a:0")]
+
+
+def test_modules_of_files() -> None:
+    assert [module_of(f"amp/{name}.py") for name in ("grad_scaler", "__init__")] == [
+        "torch.amp.grad_scaler",
+        "torch.amp",
+    ]
+    with pytest.raises(ValueError, match=r"has no module torch.nowhere: see torch_faults.yaml"):
         source_of("torch.nowhere")
+
+
+def test_mutants_that_were_judged_are_not_judged_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = []
+
+    def judged(mutant: Mutant, _reached: Cases, *, limit_s: float) -> Judged:
+        told.append((mutant, limit_s))
+        return Judged(mutant, Outcome("survived"), 3)
+
+    monkeypatch.setattr(mutants, "judged", judged)
+    one, other = (Mutant("a.py", Point(number, 3, "told", "2 for 1"), frozenset({3})) for number in (0, 1))
+    for sample in ([one], [one, other]):
+        results = all_judged(tmp_path / "outcomes.json", some_cases(), sample, limit_s=5.0)
+    assert told == [(one, 5.0), (other, 5.0)]
+    assert [mutants.row(result)[2:] for result in results] == [["survived", "3 cases"]] * 2
 
 
 @pytest.mark.parametrize("name", faults())
