@@ -22,7 +22,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.reaching_cases import Cases, read_cases
+from benchmarks.torch_mutants.reaching_cases import Cases, read_cases
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.cli.blocks import write_block
 from conformance.project import PROJECT

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import mutants
 from benchmarks.mutants import HOOK, Judged, Mutant, Outcome, all_judged, module_of, outcome
-from benchmarks.reaching_cases import OPTIONS, Case, Cases, add
 from benchmarks.torch_faults import Fault, faults, source_of
 from benchmarks.torch_mutants.judged_records import FILE, JudgedRecords
+from benchmarks.torch_mutants.reaching_cases import OPTIONS, Case, Cases, add
 from benchmarks.torch_mutants.syntax import Point, mutated, points, statement_at
 from conformance.defects.injection import NotInjectable
 from conformance.detection.case_judge import the_matrix
