@@ -14,7 +14,8 @@ from conformance.sim_runs.pytorch_tests import harness
 from conformance.sim_runs.pytorch_tests.names import own_temporary_directory
 
 _PRELOAD = f"{__package__}.preload"
-_OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:logging")
+_OPTIONS = ("-v", "--tb=native", "--assert=plain", "--noconftest", "-c", "/dev/null")
+_WITHOUT = ("cacheprovider", "warnings", "logging")  # the last adds handlers to loggers, which a test counts
 
 
 def main(arguments: list[str]) -> int:
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
         harness.serve_processes(_PRELOAD)
     harness.prepare()
     harness.share_device()
-    return pytest.main([*_OPTIONS, "-p", "no:warnings", *arguments])
+    return pytest.main([*_OPTIONS, *(f"-pno:{plugin}" for plugin in _WITHOUT), *arguments])
 
 
 if __name__ == "__main__":

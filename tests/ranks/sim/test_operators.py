@@ -226,10 +226,10 @@ def switches_of_attention_are_obeyed() -> None:
     assert "_scaled_dot_product_efficient_attention" in computed(attend, *inputs, where="sim")[1]
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     assert "bmm" in computed(attend, *inputs, where="sim")[1]
-    for refused in ({}, {"dropout_p": 0.5}):
-        q = torch.ones(1, 2, 16, 6 if not refused else 8, device="sim")
+    for head_dim, rate in ((6, 0.0), (8, 0.5)):
+        q = torch.ones(1, 2, 16, head_dim, device="sim")
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
-            F.scaled_dot_product_attention(q, q, q, **refused)
+            F.scaled_dot_product_attention(q, q, q, dropout_p=rate)
     with pytest.raises(NotImplementedError, match="no dropout"):
         torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
 
