@@ -504,8 +504,10 @@ _CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
     "compile": ("none",),
     "implementation": ("fsdp2",),
 }
-"""Values of options with `mesh.cp` above 1. A backward of several passes would be outside of the contexts of all but the
-last; the replaced attention is no graph that can be compiled; integer arithmetic has an attention of its own."""
+"""Values of options with `mesh.cp` above 1.
+
+A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
+that can be compiled; integer arithmetic has an attention of its own."""
 
 
 def _check_context(config: TrainerConfig) -> None:

@@ -1,8 +1,8 @@
 """Context parallelism: ranks share samples, each with a part of every sequence, and attention goes around a ring.
 
 Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html. torch shards the buffers of a step in place,
-and replaces `scaled_dot_product_attention` while a context is open. Backward has to be inside of it, too: outside, torch
-computes other gradients (findings/ring_attention_backward_after_the_context.py).
+and replaces `scaled_dot_product_attention` while a context is open. Backward has to be inside of it, too: outside,
+torch computes other gradients (findings/ring_attention_backward_after_the_context.py).
 """
 
 from collections.abc import Iterator
