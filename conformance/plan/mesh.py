@@ -13,8 +13,8 @@ _MESH = re.compile(
     f"(?:-cp{_NUMBER})?"
 )
 _MESH_HELP = (
-    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, dp4-ep2, dp4-cp2 or dp1, with numbers from 1 "
-    "to 4096"
+    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, dp4-ep2, dp4-cp2 or dp1, with numbers "
+    "from 1 to 4096"
 )
 
 
