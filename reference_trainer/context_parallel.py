@@ -27,7 +27,8 @@ class ContextParallel:
 
     def __init__(self, config: TrainerConfig, dims: ParallelDims, device: torch.device) -> None:
         self._seq_len = config.data.seq_len
-        self._mesh = build_context_mesh(dims, device)["cp"]
+        self.mesh = build_context_mesh(dims, device)["cp"]
+        """Mesh of one dimension: the ranks that share samples with this one."""
         self._device = device
 
     @contextmanager
@@ -44,7 +45,7 @@ class ContextParallel:
             if self._device.type == "cpu":
                 stack.enter_context(attention_by("flash"))
             ring = context_parallel(
-                self._mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+                self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
             )
             stack.enter_context(ring)
             stack.callback(setattr, model, "rope_table", table)

@@ -6,6 +6,8 @@ them home. Sources: arXiv:2310.01889; `set_rotate_method` in
 https://docs.pytorch.org/tutorials/unstable/context_parallel.html (an all-gather is torch's default).
 """
 
+from msgspec.structs import replace
+
 from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.schedule import Event, subgroup
 from conformance.oracles.skipped import computed_blocks
@@ -14,22 +16,24 @@ from reference_trainer.parallel_dims import ParallelDims
 
 
 def ring_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """Return the collectives of a step: keys and values have as many heads as queries, of which a rank has some."""
+    """Return the collectives of a step, in their order.
+
+    Keys and values have as many heads as queries, of which a tensor-parallel rank has some.
+    """
     if dims.cp == 1:
         return []
     model, data, group = config.model, config.data, subgroup(dims.cp, dims)
     tokens = data.global_batch_size * data.seq_len // dims.dp // config.accumulation
     numel = 2 * tokens * model.n_heads // dims.tp * model.head_dim
+    gather = Event("forward", "all_gather", group, numel, dtype_policy(config.precision).compute, is_of_ring=True)
+    gather_again, evaluated = (replace(gather, phase=phase) for phase in ("backward", "evaluate"))
+    gradients = Event("backward", "all_to_all", group, numel, FP32, is_of_ring=True)
+    recomputed = int(config.activation_checkpointing == "full")
     events: list[Event] = []
     for micro_batch in range(config.accumulation):
-        computed = len(computed_blocks(config, micro_batch))
-        gathered = {"forward": computed, "backward": computed}
         if micro_batch and config.evaluation != "none":
-            gathered["evaluate"] = model.n_layers
-        if config.activation_checkpointing == "full":
-            gathered["backward"] += computed
-        compute = dtype_policy(config.precision).compute
-        for phase, attentions in gathered.items():
-            events += attentions * [Event(phase, "all_gather", group, numel, compute)]
-        events += computed * dims.cp * [Event("backward", "all_to_all", group, numel, FP32)]
+            events += model.n_layers * [evaluated]
+        computed = len(computed_blocks(config, micro_batch))
+        events += computed * [gather]
+        events += computed * [*(1 + recomputed) * [gather_again], *dims.cp * [gradients]]
     return events

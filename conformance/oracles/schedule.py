@@ -45,6 +45,8 @@ class Event(msgspec.Struct, frozen=True):
     """`SUM`, `MAX`, ... where the model knows the operation."""
     during: str = ""
     """In forward and evaluation, for collectives of FSDP: the group that was entered last."""
+    is_of_ring: bool = False
+    """True for ring attention, whose groups may be those of FSDP."""
 
     @property
     def nbytes(self) -> int:
