@@ -145,7 +145,7 @@ def _rings(needs: Needs, cell: Cell, device: str) -> Iterator[str]:
     pads = tokens % (2 * cp * _QUERIES_OF_A_PAD) > 0
     if cp > 1 and Needs.FORWARD in needs and device != "cpu" and cell.precision == "fp32" and pads:
         chunk = tokens // (2 * cp)
-        yield f"ring attention in fp32 needs chunks of {_QUERIES_OF_A_PAD} tokens on accelerators, here they have {chunk}"
+        yield f"ring attention in fp32 needs chunks of {_QUERIES_OF_A_PAD} tokens on accelerators, here of {chunk}"
 
 
 def kind_of_processes(cell: Cell, *, torch_version: str) -> str:
