@@ -7,6 +7,7 @@ from conformance.assertions.attention import Attention, attention_of, products
 from conformance.assertions.fixtures import Run
 from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
+from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
 from conformance.plan.cells import Cell
 
@@ -51,8 +52,17 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
     linear = products(forward) - blocks * attention.products("forward")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
     gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
+    gradient_products -= _frozen_layers(cell) * cell.steps * cell.accumulation
     expected = gradient_products + blocks * needed * repeats
     compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
+
+
+def _frozen_layers(cell: Cell) -> int:
+    """Number of linear layers whose weight has no gradient; a tied one has the name of the embedding's."""
+    config = cell.config
+    layers = [name for name, module in outline(config.model).named_modules() if isinstance(module, nn.Linear)]
+    names = {"output": "tok_embeddings"} if config.model.tied_embeddings else {}
+    return sum(not is_trained(f"{names.get(layer, layer)}.weight", config) for layer in layers)
 
 
 def _linear_layers_of_a_block(cell: Cell) -> int:
