@@ -324,6 +324,8 @@ class Description(msgspec.Struct, frozen=True):
     """Steps of a run that are one training step, see `conformance.subjects.turns`."""
     refused: dict[str, str] = {}
     """Reasons of the subject to refuse cells, by the cell's id."""
+    loads_alike: bool = False
+    """True if ranks can be forks of a process that has loaded the subject, see `conformance.subjects.loading`."""
 
 
 class DescribeJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,8 @@ from conformance.run.ranks.messages import (
     RankFiles,
     RankReport,
     StartRanks,
+    StartTemplate,
+    Template,
     read_head,
     read_tail,
 )
@@ -156,15 +158,31 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches the owner only
             )
 
+    def start_template(self, template: Template) -> None:
+        """Start a template, which makes its call while this process does something else."""
+        self._ask(StartTemplate(template))
+
     def start(
-        self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None, compiles: bool = False
+        self,
+        ranks: range,
+        *,
+        world_size: int,
+        directory: Path,
+        lease: Lease | None,
+        compiles: bool = False,
+        template: Template | None = None,
     ) -> list[RankHandle]:
         """Fork these ranks of a world; each holds the lease too and has one of its devices."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
         slots, locks = (lease.slots, lease.fds) if lease else ((), ())
         devices = tuple(slots[index % len(slots)] for index in range(len(ranks))) if slots else ()
         request = StartRanks(
-            list(ranks), world_size=world_size, directory=str(directory), devices=devices, compiles=compiles
+            list(ranks),
+            world_size=world_size,
+            directory=str(directory),
+            devices=devices,
+            compiles=compiles,
+            template=template,
         )
         pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []
@@ -191,7 +209,7 @@ class ServerProcess:
             self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _ask(self, request: StartRanks | KillRanks, *, fds: Sequence[int] = ()) -> list[Any]:
+    def _ask(self, request: StartRanks | StartTemplate | KillRanks, *, fds: Sequence[int] = ()) -> list[Any]:
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], fds)
             answer = self._control.recv(DATAGRAM_BYTES)
