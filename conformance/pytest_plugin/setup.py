@@ -105,7 +105,10 @@ def read_options(config: pytest.Config) -> SessionSetup:
         matrix = load_matrix(file)
         seed = parse_seed(option.seed)
         deadline_s = parse_seconds("--deadline", option.deadline, positive, "above 0") if option.deadline else None
-        searches = {"shrink": option.shrink, "explain": option.explain or (FAST_EXPLAIN_S if option.fast else EXPLAIN_S)}
+        searches = {
+            "shrink": option.shrink,
+            "explain": option.explain or (FAST_EXPLAIN_S if option.fast else EXPLAIN_S),
+        }
         shrink_s, explain_s = (
             parse_seconds(f"--{name}", given, not_negative, "0 for no search") for name, given in searches.items()
         )

@@ -26,7 +26,7 @@ class World:
     def __init__(
         self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None, task: Task | None = None
     ) -> None:
-        """`task` tells what its ranks find in their processes, beside that of the rank server."""
+        """`task` is the first one, which tells the modules and the template that its ranks need."""
         self._server = server
         self._lease = lease
         self._directory = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=server.directory))

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables that differ between ranks, or between worlds."""
-_OF_THE_WHOLE = ("__iter__", "copy")
+_COPIES = ("__iter__", "copy")
 """Functions of `os.environ` that read all variables, as of networkx, which looks for its own among them."""
 _SURVIVE_FORKS = ("jemalloc_bg_thd",)
 """Threads of libraries that a fork starts again: the allocator of pyarrow has one."""
@@ -22,7 +22,7 @@ _SURVIVE_FORKS = ("jemalloc_bg_thd",)
 
 @dataclass
 class Loading:
-    """What this process saw while it loaded a module."""
+    """Reasons for which ranks cannot be forks of a process that has loaded a module."""
 
     read: list[str] = field(default_factory=list)
     """Variables of ranks that were read, by the module or by one that it imports."""
@@ -37,13 +37,13 @@ class Loading:
 
 @contextmanager
 def noted() -> Iterator[Loading]:
-    """Open a context in which a module is loaded; it notes what a fork of this process would not have by itself."""
+    """Open a context in which a module is loaded; it notes reasons not to fork this process afterwards."""
     loading, threads = Loading(), _threads()
     environment = type(os.environ)
     original = environment.__getitem__
 
     def read(self: Any, key: Any) -> Any:
-        if self is os.environ and key in _OF_RANKS and sys._getframe(1).f_code.co_name not in _OF_THE_WHOLE:
+        if self is os.environ and key in _RANK_VARIABLES and sys._getframe(1).f_code.co_name not in _COPIES:
             loading.read.append(key)
         return original(self, key)
 

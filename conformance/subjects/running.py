@@ -300,7 +300,7 @@ class SubjectRuns:
         return self.store.run(header, execute, self.clock)
 
     def prepare(self) -> None:
-        """Start what the first parallel run needs, while this process does something else."""
+        """Start the process of which ranks are forks, which loads the subject while this one does something else."""
         template = self._template(self._substrate(1))
         if template is not None:
             self.store.pools.prepare(template)
@@ -309,7 +309,9 @@ class SubjectRuns:
         """Return the process that loads the subject once, of which ranks on processors are forks, if they can be."""
         if device_type(substrate) != "cpu" or not self._described.loads_alike:
             return None
-        return Template(f"{_TASKS}:load", self.subject, {**self.store.hardware.environment(substrate), **_UNDER_TORCHRUN})
+        return Template(
+            f"{_TASKS}:load", self.subject, {**self.store.hardware.environment(substrate), **_UNDER_TORCHRUN}
+        )
 
     def _results(self, task: Task, header: Header, *, world_size: int) -> list[Any]:
         """Return the results of a task's ranks; a trainer that raises in used processes is tried in fresh ones."""

@@ -82,7 +82,7 @@ def faults_seen(
     """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
     A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
-    that hung no fault is tried, and none all of whose laws are unsupported on the cell, or speak of no cell of the mesh.
+    that hung no fault is tried, and none all of whose laws are unsupported there, or speak of no cell of the mesh.
     """
     passed = [result for result in results if result.verdict == Verdict.PASS]
     judged_results = [result for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)]

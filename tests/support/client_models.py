@@ -399,7 +399,7 @@ untied_policy = declare_policy(model=partial(Policy, tied=False))(shard_layers)
 
 @declare_policy(model=partial(Policy, tied=False), tied_model=Policy)
 def policy_with_a_group_for_its_head(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """As verl does it: the head is never called, so that nobody gathers it, unless it is the embedding."""
+    """Make a group of the head, as verl does: it is never called, so that its weight stays a shard."""
     if model.head.weight is not model.embedding.weight:
         fully_shard(model.head, mesh=mesh, **config.policies)
     shard_layers(model, mesh, config)

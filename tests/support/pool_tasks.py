@@ -252,5 +252,5 @@ def note_call(argument: str) -> None:
 
 
 def found_call(_context: RankContext, _payload: dict[str, Any]) -> dict[str, Any]:
-    """Return what a template's call has left in this rank."""
+    """Return the arguments of all calls of templates that this rank knows, and its place."""
     return {"called": list(_called), "parent": os.getppid(), "pid": os.getpid(), "home": os.getcwd()}

@@ -47,6 +47,8 @@ END_LIMIT_S = 10.0
 DATAGRAM_BYTES = 65536
 
 # The frames of a rank below the task's function are the same in every stack and carry no information.
+_DUMP_BYTES = 8 * STACK_BYTES
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 FRAMES_BELOW_TASK = re.compile(r'^  File ".*run/ranks/process\.py", line \d+ in _call\n(  File .*\n)*', re.MULTILINE)
 
 
@@ -95,7 +97,9 @@ class RankHandle:
         Diagnostics are the end of the rank's output, the stacks of a rank that did not end its task, and the last
         collectives of a rank whose flight recorder has dumped them.
         """
-        stack = read_head(self.files.stack, size_bytes=STACK_BYTES) if report.state in ("hung", "died") else ""
+        stack = ""
+        if report.state in ("hung", "died"):
+            stack = task_first(read_head(self.files.stack, size_bytes=_DUMP_BYTES))[:STACK_BYTES]
         collectives = "" if report.state == "finished" else summary(self.files.flight)
         return msgspec.structs.replace(
             report, stack=FRAMES_BELOW_TASK.sub("", stack), collectives=collectives, output_tail=self.output_tail()
@@ -223,6 +227,19 @@ class ServerProcess:
             self.close()
             raise
         return msgspec.json.decode(answer, type=list[Any])
+
+
+def task_first(dump: str) -> str:
+    """Return a dump of all threads by `faulthandler` in which the one that performs the task comes first.
+
+    It is the current one, or else the oldest one, which the dump tells last: a progress bar has threads, too.
+    """
+    before, *threads = _THREAD.split(dump)
+    if len(threads) < 2:
+        return dump
+    ended = [thread if thread.endswith("\n\n") else f"{thread.rstrip()}\n\n" for thread in threads]
+    current = next((thread for thread in ended if thread.startswith("Current")), ended[-1])
+    return "".join([before, current, *(thread for thread in ended if thread is not current)])
 
 
 def dump_stacks(ranks: Iterable[RankHandle]) -> None:

@@ -138,9 +138,9 @@ class RankServer:
             os._exit(1)
 
     def _kill_and_reap(self, pids: list[int]) -> list[int | None]:
-        of_template = next((each for each in self._templates.values() if each.ranks.intersection(pids)), None)
-        if of_template is not None:
-            return of_template.kill_and_reap(pids)
+        owner = next((each for each in self._templates.values() if each.ranks.intersection(pids)), None)
+        if owner is not None:
+            return owner.kill_and_reap(pids)
         if not self._ranks.issuperset(pids):
             raise ValueError("a process that is not (or no longer) our child must not be killed by its id")
         for pid in pids:
@@ -179,15 +179,15 @@ class TemplateProcess:
 
     def start(self, request: StartRanks, fds: Sequence[int]) -> list[int] | None:
         """Return the process ids of the ranks that the template has forked; None if it has failed."""
-        answer = self._ask(msgspec.structs.replace(request, template=None), fds)
-        self.ranks.update(answer or ())
-        return answer
+        pids: list[int] | None = self._ask(msgspec.structs.replace(request, template=None), fds)
+        self.ranks.update(pids or ())
+        return pids
 
     def kill_and_reap(self, pids: list[int]) -> list[int | None]:
         """Kill ranks of the template; returns the exit code of each rank (None: unknown)."""
-        answer = self._ask(KillRanks(pids=pids), ())
+        exit_codes: list[int | None] | None = self._ask(KillRanks(pids=pids), ())
         self.ranks.difference_update(pids)
-        return [None] * len(pids) if answer is None else answer
+        return [None] * len(pids) if exit_codes is None else exit_codes
 
     def end(self) -> None:
         """End the template, which first ends its ranks."""

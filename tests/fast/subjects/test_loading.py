@@ -1,4 +1,4 @@
-"""Loading of a subject's module: what ranks would load differently, and what a fork would lack."""
+"""Loading of a subject's module: variables that differ between ranks, threads, process groups."""
 
 import os
 import threading
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from conformance.subjects.loading import Loading, noted
 
@@ -62,7 +63,7 @@ def test_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
-        dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("fake", rank=0, world_size=1, store=HashStore())
 
     try:
         loading = loading_of(load, monkeypatch)

@@ -35,7 +35,7 @@ def test_a_right_model_is_conformant_and_all_faults_are_seen(
 
 
 def test_faults_are_seen_on_the_cells_that_run(pools: Pools, tmp_path: Path) -> None:
-    """Laws that leave out cells with tied weights, since another cell shows as much, hold there when that one raises."""
+    """Laws that leave out tied weights, since another cell shows as much, hold there when that one raises."""
     cells = [BY_ID[cell] for cell in (DP2, "dp2-fp32-default-full-tied")]
     trainer = judged_trainer(pools, tmp_path, f"{CLIENTS}:policy_with_a_group_for_its_head", *cells)
     assert Verdict.PASS not in trainer.verdicts(BY_ID[DP2])
