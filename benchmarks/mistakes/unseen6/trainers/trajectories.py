@@ -22,7 +22,7 @@ Paths = dict[str, Tensor]
 
 
 def paths(generator: torch.Generator, count: int = 5) -> Paths:
-    """Return starts, and what was observed at some of the times."""
+    """Return starts, and positions that were observed at some of the times."""
     return {
         "start": torch.randn(count, SIZE, generator=generator),
         "observed": torch.randn(count, TIMES, SIZE, generator=generator) / 2,
