@@ -107,9 +107,12 @@ class MeshConfig(Config, frozen=True, kw_only=True):
     ep: int = 1
     """Consecutive ranks of dp_shard over which experts are divided; each of them shards its experts over the dp_shard /
     ep ranks that have the same ones."""
+    cp: int = 1
+    """Consecutive ranks of dp_shard that share samples, each with a part of every sequence; attention of whole
+    sequences goes around them as a ring."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep"):
+        for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep", "cp"):
             degree = getattr(self, name)
             require(degree == "auto" or degree >= 1, f"mesh.{name} is {degree}, must be at least 1")
 
@@ -436,6 +439,7 @@ def _check_compatibility(config: TrainerConfig) -> None:
     )
     _check_skipped(config)
     _check_experts(config)
+    _check_context(config)
     _check_norms_apart(config)
     _check_numerics(config)
     _check_implementation(config)
@@ -490,6 +494,31 @@ def _check_experts(config: TrainerConfig) -> None:
         f"{recomputed} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
         "experts' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0",
     )
+
+
+_CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "mesh.pp": (1,),
+    "model.n_experts": (0,),
+    "model.arithmetic": ("float",),
+    "passes": (1,),
+    "compile": ("none",),
+    "implementation": ("fsdp2",),
+}
+"""Values of options with `mesh.cp` above 1.
+
+A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
+that can be compiled; integer arithmetic has an attention of its own."""
+
+
+def _check_context(config: TrainerConfig) -> None:
+    if config.mesh.cp == 1:
+        return
+    for name, values in _CONTEXT_GOES_WITH.items():
+        value = attrgetter(name)(config)
+        require(
+            value in values,
+            f"mesh.cp {config.mesh.cp} with {name} {value}: use mesh.cp=1, or {name}={' or '.join(map(str, values))}",
+        )
 
 
 def _check_norms_apart(config: TrainerConfig) -> None:

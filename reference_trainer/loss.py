@@ -23,7 +23,7 @@ from reference_trainer.precision import PRECISIONS
 
 
 def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum a plain tensor in place over the ranks that see different data, one mesh dimension after the other."""
+    """Sum a plain tensor in place over the ranks that see different tokens, one mesh dimension after the other."""
     return sum_over(value, mesh, ("dp_replicate", "dp_shard"))
 
 
@@ -36,7 +36,7 @@ def sum_over(value: Tensor, mesh: DeviceMesh, dims: Sequence[str]) -> Tensor:
 
 
 def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.device) -> int:
-    """Count the valid labels (int64) in all micro-batches of all data-parallel ranks.
+    """Count the valid labels (int64) in all micro-batches of all data-parallel ranks; shared ones count repeatedly.
 
     Raises ValueError if there is none.
     """

@@ -126,6 +126,12 @@ def build_expert_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
+def build_context_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    """Build the mesh whose dimension `cp` has the ranks that share samples, a collective call."""
+    shape = dims.context_mesh_shape()
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the one- or (HSDP) two-dimensional submesh over which `fully_shard` works, of either mesh."""
     names = mesh.mesh_dim_names or ()
@@ -144,7 +150,7 @@ def degree(mesh: DeviceMesh, name: str) -> int:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Return this process's index among the ranks that see different data."""
+    """Return this process's index among the ranks that see different tokens."""
     names = mesh.mesh_dim_names or ()
     replicate = mesh.get_local_rank("dp_replicate") if "dp_replicate" in names else 0
     return replicate * degree(mesh, "dp_shard") + mesh.get_local_rank("dp_shard")

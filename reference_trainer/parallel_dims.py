@@ -18,6 +18,8 @@ class ParallelDims:
     pp: int = 1
     ep: int = 1
     """Ranks of `dp_shard` over which experts are divided."""
+    cp: int = 1
+    """Ranks of `dp_shard` that share samples, each with a part of every sequence."""
 
     @property
     def world_size(self) -> int:
@@ -26,8 +28,13 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Number of ranks that see different data."""
+        """Number of ranks that see different tokens."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sample_groups(self) -> int:
+        """Number of groups of ranks that see different samples."""
+        return self.dp // self.cp
 
     def shard_rank(self, rank: int) -> int:
         """Return the coordinate of a rank in `dp_shard`."""
@@ -43,12 +50,18 @@ class ParallelDims:
         shape = {"dp_replicate": self.dp_replicate, "expert_shard": self.dp_shard // self.ep, "ep": self.ep}
         return {name: size for name, size in shape.items() if size > 1 or name != "dp_replicate"}
 
+    def context_mesh_shape(self) -> dict[str, int]:
+        """Return name and size of each dimension of the mesh in which `cp` ranks share samples, outermost first."""
+        return {"samples": self.sample_groups, "cp": self.cp, "tp": self.tp}
+
 
 def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
     """Fit the configured degrees to the number of processes. Raises UsageError where they do not fit."""
     others = mesh.pp * mesh.dp_replicate * mesh.tp
     dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
-    dims = ParallelDims(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp, ep=mesh.ep)
+    dims = ParallelDims(
+        pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp
+    )
     pipeline = f"pp {dims.pp} x " if dims.pp > 1 else ""
     require(
         dims.world_size == world_size,
@@ -59,6 +72,10 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
         dp_shard % mesh.ep == 0,
         f"mesh.dp_shard {dp_shard} is not divisible by mesh.ep {mesh.ep}, which divides experts among its ranks",
     )
+    require(
+        dp_shard % mesh.cp == 0,
+        f"mesh.dp_shard {dp_shard} is not divisible by mesh.cp {mesh.cp}, which divides sequences among its ranks",
+    )
     return dims
 
 
@@ -66,12 +83,18 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
     """Raise UsageError for sizes that this mesh cannot divide, and for options without effect on it."""
     data = config.data
     check_blocks_fit(config.model, tp=dims.tp)
+    # A rank has a piece of either half of each sequence, which balances the load of a causal mask.
+    pieces = 2 * dims.cp if dims.cp > 1 else 1
+    require(data.seq_len % pieces == 0, f"data.seq_len {data.seq_len} is not divisible by 2 x mesh.cp {dims.cp}")
     if config.sequence_parallel:
-        require(data.seq_len % dims.tp == 0, f"data.seq_len {data.seq_len} is not divisible by mesh.tp {dims.tp}")
+        require(
+            data.seq_len // dims.cp % dims.tp == 0,
+            f"data.seq_len {data.seq_len} / mesh.cp {dims.cp} is not divisible by mesh.tp {dims.tp}",
+        )
     require(
-        data.global_batch_size % (dims.dp * config.accumulation) == 0,
-        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
-        f"= {dims.dp} x {config.accumulation}",
+        data.global_batch_size % (dims.sample_groups * config.accumulation) == 0,
+        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks / mesh.cp x "
+        f"accumulation = {dims.sample_groups} x {config.accumulation}",
     )
     require(
         not (1 < dims.ep == dims.dp_shard and PRECISIONS[config.precision].reduce == "float16"),

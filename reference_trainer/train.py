@@ -1,11 +1,11 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, config, experts, model, init_weights, weights, parallel_dims, mesh, mixed_precision,
-reshard, frozen, skipped, parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file,
-checkpoint, nonfinite, loop, __main__.
+reshard, frozen, skipped, parallelize, fsdp1, build, pipeline, device_attention, context_parallel, loss, clip, optim,
+data, observer, this file, checkpoint, nonfinite, loop, __main__.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from reference_trainer.build import build_model
 from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
+from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
 from reference_trainer.frozen import freeze
 from reference_trainer.fsdp1 import FSDP1Model
@@ -83,6 +84,7 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, config)
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
+        self._context = ContextParallel(config, self.dims, device) if self.dims.cp > 1 else None
         self._pipeline: Pipeline | None = None
         if stages is not None:
             self._pipeline = Pipeline(
@@ -97,10 +99,14 @@ class Trainer:
         if self.config.frozen:
             freeze(self.model, self.config.frozen, step=step)
         micro_batches = self.batches.micro_batches(
-            step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
+            step,
+            dp_rank=dp_rank(self.mesh) // self.dims.cp,
+            dp_size=self.dims.sample_groups,
+            accumulation=self.config.accumulation,
         )
         observer.batch(micro_batches, step=step)
-        valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
+        labels = [labels for _, labels in micro_batches]
+        valid_tokens = count_valid_tokens(labels, self.mesh, self.device) // self.dims.cp
         loss_sum = self._accumulate(micro_batches, valid_tokens=valid_tokens, step=step)
         if self.scaler.is_enabled():
             observer.phase("unscale", step=step)
@@ -147,8 +153,8 @@ class Trainer:
         """Return the summed loss of a micro-batch, without gradients and dropout."""
         self.observer.phase("evaluate", step=step)
         self.model.eval()
-        with self._loss_context():
-            loss_sum = self._summed_loss(self.model(inputs.to(self.device)), labels.to(self.device))
+        with self._loss_context(), self._shards(inputs, labels) as (own_inputs, own_labels):
+            loss_sum = self._summed_loss(self.model(own_inputs.to(self.device)), own_labels.to(self.device))
         self.model.train()
         return full_loss(loss_sum)
 
@@ -160,10 +166,10 @@ class Trainer:
         `inputs` and `labels` are int64 of shape (samples, seq_len). The loss joins those that are `waiting` for their
         backward; the last of `passes` runs it, and empties the list.
         """
-        with self._loss_context():
-            self.observer.phase("forward", step=step)
-            logits = self.model(inputs.to(self.device))
-            loss_sum = self._summed_loss(logits, labels.to(self.device))
+        self.observer.phase("forward", step=step)
+        with self._loss_context(), self._shards(inputs, labels) as (own_inputs, own_labels):
+            logits = self.model(own_inputs.to(self.device))
+            loss_sum = self._summed_loss(logits, own_labels.to(self.device))
             if self.config.model.n_experts:
                 loss_sum = loss_sum + self.model.balance_loss()
             waiting.append(loss_sum)
@@ -174,6 +180,10 @@ class Trainer:
                 )
                 waiting.clear()
         return full_loss(loss_sum.detach())
+
+    def _shards(self, inputs: Tensor, labels: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Return a context of this rank's part of inputs and labels, in which forward and backward run."""
+        return self._context.shards(self.model, inputs, labels) if self._context else nullcontext((inputs, labels))
 
     def _loss_context(self) -> AbstractContextManager[None]:
         return loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1)

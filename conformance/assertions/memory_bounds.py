@@ -9,7 +9,11 @@ import torch
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
 from conformance.experiments.memory import StepMemory, step_of_sampled_ranks
-from conformance.experiments.without_fsdp import profile_stages_without_fsdp, profile_without_fsdp
+from conformance.experiments.without_fsdp import (
+    profile_context_without_fsdp,
+    profile_stages_without_fsdp,
+    profile_without_fsdp,
+)
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.copy_tables import largest_tables_bytes
@@ -110,17 +114,25 @@ def bounds_of_ranks(
 
     Raises Unsupported for a pipeline of a torch whose buffers are not modelled, and for one shard that torch gathers.
     """
-    stages, traits = cell.config.mesh.pp, traits_of(str(torch.__version__))
+    stages, cp, traits = cell.config.mesh.pp, cell.config.mesh.cp, traits_of(str(torch.__version__))
     if traits.one_rank_gathers and cell.config.mesh.dp_shard == 1 and not in_flight:
         raise Unsupported(f"the memory model does not know that torch {torch.__version__} gathers on one rank")
-    if stages == 1:
+    if cp > 1:
+        (profiles,) = measure(profile_context_without_fsdp, cell, on_device=on_device)
+    elif stages == 1:
         profiles = measure(profile_without_fsdp, cell, on_device=on_device)
     elif traits.stages_pool_buffers:
         raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     else:
         (profiles,) = measure(profile_stages_without_fsdp, cell, on_device=on_device)
     return [
-        _bounds(cell, profiles[rank * stages // cell.world_size], rank, in_flight=in_flight, on_device=on_device)
+        _bounds(
+            cell,
+            profiles[rank // cell.config.mesh.tp % cp if cp > 1 else rank * stages // cell.world_size],
+            rank,
+            in_flight=in_flight,
+            on_device=on_device,
+        )
         for rank in (range(cell.world_size) if ranks is None else ranks)
     ]
 

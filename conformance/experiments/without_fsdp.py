@@ -4,7 +4,8 @@ The memory models of `conformance.oracles` add the allocations of FSDP. Stages a
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ from conformance.oracles.schedule import communicates, spans_model
 from conformance.oracles.torch_versions import gradients_stay, traits_of
 from conformance.run.experiment import Needs
 from reference_trainer.config import TrainerConfig
+from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
 from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
@@ -43,16 +45,42 @@ from reference_trainer.skipped import skip
 def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
     """Profile the model of a cell without FSDP, in one process; returns the result of `segments_without_fsdp`.
 
-    With tensor or expert parallelism the process is rank 0 of a simulated world of its ranks.
+    With tensor, expert or context parallelism the process is rank 0 of a simulated world of its ranks.
     """
-    config = rank.config
-    with simulated_world(rank.dims.tp * rank.dims.ep, device_type=rank.device.type):
+    return _profile_of_context_rank(rank, 0)
+
+
+@experiment(needs=Needs.NOTHING, world="none")
+def profile_context_without_fsdp(rank: RankWorld) -> list[list[MemorySegment]]:
+    """Profile the model as `profile_without_fsdp` does, once for each of the ranks that share samples.
+
+    In their turns of a ring they do not see equally many keys.
+    """
+    return [_profile_of_context_rank(rank, own) for own in range(rank.dims.cp)]
+
+
+def _profile_of_context_rank(rank: RankWorld, cp_rank: int) -> list[MemorySegment]:
+    config, dims = rank.config, rank.dims
+    with simulated_world(dims.tp * dims.ep * dims.cp, rank=cp_rank * dims.tp, device_type=rank.device.type):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
         route_evenly(model)
         parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        return segments_without_fsdp(model, batches, config, rank.dims, ledger=lambda: ledger_of(rank.device))
+        shards = shards_without_fsdp(config, dims, rank.device)
+        return segments_without_fsdp(model, batches, config, dims, shards, ledger=lambda: ledger_of(rank.device))
+
+
+Shards = Callable[[Transformer, Tensor, Tensor], AbstractContextManager[tuple[Tensor, Tensor]]]
+"""Context of a rank's part of inputs and labels, in which the model runs forward and backward."""
+
+
+def shards_without_fsdp(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> Shards:
+    """Return the contexts of a simulated world of the ranks that share samples; without such ranks parts are whole."""
+    if dims.cp == 1:
+        return lambda _model, inputs, labels: nullcontext((inputs, labels))
+    among = ParallelDims(dp_replicate=1, dp_shard=dims.cp, tp=dims.tp, cp=dims.cp)
+    return ContextParallel(config, among, device).shards
 
 
 def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: torch.device, *, tp: int) -> None:
@@ -73,7 +101,7 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
 
 
 def segments_without_fsdp(
-    model: Transformer, batches: Batches, config: TrainerConfig, dims: ParallelDims, *, ledger: Ledger
+    model: Transformer, batches: Batches, config: TrainerConfig, dims: ParallelDims, shards: Shards, *, ledger: Ledger
 ) -> list[MemorySegment]:
     """Measure forward, loss and backward of each micro-batch after a warm step; marks as in `instruments.activations`.
 
@@ -81,20 +109,20 @@ def segments_without_fsdp(
     """
     traits, config = traits_of(str(torch.__version__)), at_step(config, MEASURED_STEP)
     marks = GroupMarks(group_modules(model, spans=spans_model(config), experts=config.mesh.ep > 1))
-    micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
+    micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.sample_groups, accumulation=config.accumulation)
     for _warm in (True, False):
         with ledger() as measured:
             waiting: list[Tensor] = []
             for index, (inputs, labels) in enumerate(micro_batches):
                 if index and config.evaluation != "none":
-                    _evaluate(model, config, *micro_batches[index - 1])
+                    _evaluate(model, config, shards, *micro_batches[index - 1])
                 skip(model, config.skipped, forward=index)
                 reduces, _ = communicates(config, index)
                 marks.reduces = reduces
                 marks.releases = reduces or not gradients_stay(config, traits)
                 if traits.gradients_have_own_dtypes and config.implementation == "fsdp2":
                     set_grad_dtypes(model, config, reduces=reduces)
-                _forward_backward(model, marks, config, inputs, labels, waiting)
+                _forward_backward(model, marks, config, shards, inputs, labels, waiting)
     return measured.segments
 
 
@@ -116,17 +144,21 @@ def set_grad_dtypes(model: nn.Module, config: TrainerConfig, *, reduces: bool) -
 
 
 @torch.no_grad()
-def _evaluate(model: Transformer, config: TrainerConfig, inputs: Tensor, labels: Tensor) -> None:
+def _evaluate(model: Transformer, config: TrainerConfig, shards: Shards, inputs: Tensor, labels: Tensor) -> None:
     device = model.output.weight.device
     mark("evaluate")
-    with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
-        summed_loss(model(inputs.to(device)), labels.to(device), arithmetic=config.model.arithmetic)
+    with (
+        loss_context(parallel=config.loss_parallel and config.mesh.tp > 1),
+        shards(model, inputs, labels) as (own_inputs, own_labels),
+    ):
+        summed_loss(model(own_inputs.to(device)), own_labels.to(device), arithmetic=config.model.arithmetic)
 
 
 def _forward_backward(
     model: Transformer,
     marks: GroupMarks,
     config: TrainerConfig,
+    shards: Shards,
     inputs: Tensor,
     labels: Tensor,
     waiting: list[Tensor],
@@ -137,9 +169,12 @@ def _forward_backward(
     """
     device = model.output.weight.device
     mark("forward")
-    with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
-        logits = model(inputs.to(device))
-        loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
+    with (
+        loss_context(parallel=config.loss_parallel and config.mesh.tp > 1),
+        shards(model, inputs, labels) as (own_inputs, own_labels),
+    ):
+        logits = model(own_inputs.to(device))
+        loss = summed_loss(logits, own_labels.to(device), arithmetic=config.model.arithmetic)
         waiting.append(loss + model.balance_loss() if config.model.n_experts else loss)
         if len(waiting) < config.passes:
             return

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from conformance.instruments.facts import UNKNOWN, Collective, RankFacts
 from conformance.instruments.fsdp_state import ROOT
@@ -33,8 +33,9 @@ from conformance.run.record import Record
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
-Stream = Literal["FSDP", "tensor parallelism", "clipping", "trainer"]
+Stream = Literal["FSDP", "tensor parallelism", "context parallelism", "clipping", "trainer"]
 """Origin of collectives whose order among each other is known."""
+_STREAMS: tuple[Stream, ...] = get_args(Stream)
 Edit = Literal["superfluous", "missing", "replaced"]
 _DATA = ("dp_shard", "dp_replicate")
 _TRAINING = ("data", "evaluate", "forward", "backward")
@@ -130,9 +131,9 @@ class _Schedules:
     def _expected(self, facts: RankFacts, step: int) -> dict[Stream, list[Key]]:
         config, at = at_step(self._config, step), facts.mesh_coordinate
         tp_rank, pp_rank = at.get("tp", 0), at.get("pp", 0)
-        streams: dict[Stream, list[Event]] = {"FSDP": [], "tensor parallelism": [], "clipping": [], "trainer": []}
+        streams: dict[Stream, list[Event]] = {stream: [] for stream in _STREAMS}
         for event in step_events(config, self._dims, tp_rank=tp_rank, pp_rank=pp_rank):
-            streams[_stream(event)].append(event)
+            streams[_stream(event, config)].append(event)
         groups = expected_groups(config, self._dims, tp_rank=tp_rank, pp_rank=pp_rank)
         named = self._names_groups(facts)
         purposes: dict[Stream, Sequence[str]] = {"FSDP": groups if named else [""] * len(groups)}
@@ -147,20 +148,17 @@ class _Schedules:
     def _names_groups(self, facts: RankFacts) -> bool:
         """Return whether the issuers of a rank's collectives of FSDP were seen."""
         trace = self._traces[facts.rank]
-        return any(trace.issuers[i] for i, each in enumerate(facts.collectives) if _stream(each) == "FSDP")
+        return any(
+            trace.issuers[i] for i, each in enumerate(facts.collectives) if _stream(each, self._config) == "FSDP"
+        )
 
     def _issued(self, facts: RankFacts, step: int) -> dict[Stream, list[tuple[int, Key]]]:
-        streams: dict[Stream, list[tuple[int, Key]]] = {
-            "FSDP": [],
-            "tensor parallelism": [],
-            "clipping": [],
-            "trainer": [],
-        }
+        streams: dict[Stream, list[tuple[int, Key]]] = {stream: [] for stream in _STREAMS}
         trace, named = self._traces[facts.rank], self._names_groups(facts)
         for index, each in enumerate(facts.collectives):
             if each.step != step or _is_agreement_of_stages(each) or self._follows_routing(each):
                 continue
-            stream, purpose = _stream(each), ""
+            stream, purpose = _stream(each, self._config), ""
             if stream == "FSDP" and named:
                 purpose = self._group(trace.issuers[index])
             during = self._group(each.during) if stream == "FSDP" else ""
@@ -196,7 +194,7 @@ class _Schedules:
             quantity=key.noun,
             step=first.step,
             equals=first.clause,
-            collective=f"in {key.phase}{around.clause if first.stream in ('FSDP', 'tensor parallelism') else ''}",
+            collective=f"in {key.phase}{'' if first.stream in ('clipping', 'trainer') else around.clause}",
             issued=code,
         )
 
@@ -241,12 +239,16 @@ def expected_groups(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, 
     return fsdp_groups(config, dims, numels, reduced)
 
 
-def _stream(each: Event | Collective) -> Stream:
+def _stream(each: Event | Collective, config: TrainerConfig) -> Stream:
     if each.phase == "clip":
         return "clipping"
     if each.phase in _TRAINING and each.group.startswith(_DATA) and each.dtype != _NUMBER_OF_TOKENS:
-        return "FSDP"
+        return "context parallelism" if _is_of_ring(each, config) else "FSDP"
     return "tensor parallelism" if each.phase in _TRAINING and each.group == "tp" else "trainer"
+
+
+def _is_of_ring(each: Event | Collective, config: TrainerConfig) -> bool:
+    return each.is_of_ring if isinstance(each, Event) else config.mesh.cp > 1 and not each.is_of_fsdp
 
 
 def _is_agreement_of_stages(each: Collective) -> bool:

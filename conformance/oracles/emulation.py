@@ -9,7 +9,7 @@ section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parall
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import islice
@@ -38,6 +38,7 @@ from conformance.oracles.schedule import (
 from conformance.oracles.skipped import is_computed, leave_out
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import is_norm, sharded_dim
+from conformance.oracles.virtual_cp import ContextParallelForward
 from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
@@ -126,27 +127,22 @@ def _emulated(
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(_compute_dtype(config))
     ring = ring_of(kernels)
-    forward = _tensor_parallel(config, model, ring)
-    loss_of = _loss_function(config, forward or model, ring)
-    if config.model.n_experts:
-        loss_of = _with_balance(loss_of, model)
-    copied = [name for name in (forward.copied if forward else ()) if is_trained(name, config)]
-    leaves = {
-        name: leaf for name, leaf in _leaves(model, forward).items() if is_trained(name.partition("@")[0], config)
-    }
+    forward, models = _alone, [model]
+    if config.mesh.cp > 1:
+        context = ContextParallelForward(model, cp=config.mesh.cp, seq_len=config.data.seq_len)
+        forward, models = partial(_in_lockstep, context), context.models
+    members = [_member(config, own, ring) for own in models]
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
-    drop = partial(replay, model, rounding=dropout)
-    leave = partial(leave_out, model, config)
-    observed = partial(observe, model)
+    drop = partial(replay, rounding=dropout)
     if config.mesh.ep > 1:
         loss, gradients = _expert_parallel_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
     else:
         if config.model.n_experts:
-            _share_load(config, model, batch, masks, drop)
+            _share_load(config, model, batch, masks, partial(drop, model))
         loss, gradients = _local_gradients(
-            config, leaves, loss_of, batch, masks, drop, leave, observed, scale=scale * loss_scale
+            config, members, forward, batch, masks, drop, observe, scale=scale * loss_scale
         )
-    rounds = _reduce_scatter_inputs(config, gradients, copied=copied, ring=ring)
+    rounds = _reduce_scatter_inputs(config, gradients, copied=members[0].copied, ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
     reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))
@@ -165,39 +161,81 @@ def _compute_dtype(config: TrainerConfig) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True)
+class _Member:
+    """One of the ranks that share samples, or a rank that has its own."""
+
+    model: Transformer
+    loss_of: Callable[[Batch], Tensor]
+    """Summed loss of the tokens that the rank computes."""
+    leaves: Tensors
+    """Trained parameters by name, and copies of a parameter by name and tensor-parallel rank."""
+    copied: Sequence[str]
+    """Names of the trained parameters of which there are copies."""
+
+
+def _member(config: TrainerConfig, model: Transformer, ring: Ring) -> _Member:
+    forward = _tensor_parallel(config, model, ring)
+    loss_of = _loss_function(config, forward or model, ring)
+    return _Member(
+        model,
+        _with_balance(loss_of, model) if config.model.n_experts else loss_of,
+        leaves={n: leaf for n, leaf in _leaves(model, forward).items() if is_trained(n.partition("@")[0], config)},
+        copied=[name for name in (forward.copied if forward else ()) if is_trained(name, config)],
+    )
+
+
+def _alone(members: Sequence[_Member], batch: Batch) -> list[Tensor]:
+    """Summed loss of a micro-batch that one rank computes."""
+    return [member.loss_of(batch) for member in members]
+
+
+def _in_lockstep(context: ContextParallelForward, members: Sequence[_Member], batch: Batch) -> list[Tensor]:
+    """Summed losses of the parts of a micro-batch that several ranks compute."""
+    inputs, labels = batch
+    parts = [(inputs[:, places], labels[:, places]) for places in context.positions]
+    return context.losses([partial(member.loss_of, part) for member, part in zip(members, parts, strict=True)])
+
+
 def _local_gradients(
     config: TrainerConfig,
-    parameters: Tensors,
-    loss_of: Callable[[Batch], Tensor],
+    members: Sequence[_Member],
+    forward: Callable[[Sequence[_Member], Batch], list[Tensor]],
     batch: Batch,
     masks: Sequence[Tensor],
-    drop: Callable[[Sequence[Tensor]], None],
-    leave: Callable[[int], None],
-    observed: Callable[[int, int, int], AbstractContextManager[object]],
+    drop: Callable[[Transformer, Sequence[Tensor]], None],
+    observe: Observe,
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by backward and data-parallel rank.
 
-    Backwards come in the order in which their gradients are added up. `drop` sets the masks of the next forward,
-    `leave` the blocks that it leaves out.
+    Backwards come in the order in which their gradients are added up. `forward` returns the losses of the members that
+    share a micro-batch, `drop` sets the masks of the next forward.
     """
     loss, gradients, order = 0.0, [], backward_order(config)
     for place in range(backward_count(config)):
         together = order[place * config.passes : (place + 1) * config.passes]
-        used = {name: leaf for name, leaf in parameters.items() if is_computed(name, config, together)}
-        _set_grad_dtypes(config, used, place)
-        ranks = []
-        for rank in range(_data_parallel_size(config)):
-            with observed(rank, together[0] // config.passes, place):
-                losses = []
+        used = [
+            {name: leaf for name, leaf in member.leaves.items() if is_computed(name, config, together)}
+            for member in members
+        ]
+        for leaves in used:
+            _set_grad_dtypes(config, leaves, place)
+        ranks: list[Tensors] = []
+        for group in range(_data_parallel_size(config) // len(members)):
+            losses: list[list[Tensor]] = []
+            with ExitStack() as observed:
+                for rank, member in enumerate(members, start=len(ranks)):
+                    observed.enter_context(observe(member.model, rank, together[0] // config.passes, place))
                 for index in together:
-                    leave(index)
-                    drop(_micro_batch(config, masks, rank, index))
-                    inputs, labels = _micro_batch(config, batch, rank, index)
-                    losses.append(loss_of((inputs, labels)))
-                ranks.append(_gradients_of(config, used, [loss_sum * scale for loss_sum in losses]))
-            loss += sum(float(loss_sum.detach()) for loss_sum in losses)
+                    for member in members:
+                        leave_out(member.model, config, index)
+                        drop(member.model, _micro_batch(config, masks, group, index))
+                    inputs, labels = _micro_batch(config, batch, group, index)
+                    losses.append(forward(members, (inputs, labels)))
+                ranks += _gradients_of(config, used, [[own * scale for own in each] for each in losses])
+            loss += sum(float(own.detach()) for each in losses for own in each)
         gradients.append(ranks)
     return loss, gradients
 
@@ -228,23 +266,34 @@ def _expert_parallel_gradients(
     return sum(float(loss.detach()) for loss in losses), [by_rank]
 
 
-def _gradients_of(config: TrainerConfig, parameters: Tensors, losses: Sequence[Tensor]) -> Tensors:
-    """Return the gradients of the sum of losses, which one backward computes.
+def _gradients_of(
+    config: TrainerConfig, parameters: Sequence[Tensors], losses: Sequence[Sequence[Tensor]]
+) -> list[Tensors]:
+    """Return the gradients, by rank, of the sum of losses by pass and rank, which one backward computes.
 
     Each loss has a compiled graph of its own. What such a graph returns is rounded, see `_is_compiled`, and cast before
     autograd adds the gradients of several.
     """
-    apart = {name: leaf for name, leaf in parameters.items() if _is_cast_after_rounding(name, config)}
-    joint = torch.autograd.grad(losses, list(parameters.values()), retain_graph=bool(apart))
-    gradients = dict(zip(parameters, joint, strict=True))
-    if apart:
-        by_loss = [
-            torch.autograd.grad(loss, list(apart.values()), retain_graph=True, allow_unused=True) for loss in losses
-        ]
-        for name, *rounded in zip(apart, *by_loss, strict=True):
-            computed = torch.stack([grad for grad in rounded if grad is not None])
-            gradients[name] = computed.to(_reduce_dtype(config)).sum(0)
+    apart = [{name: leaf for name, leaf in own.items() if _is_cast_after_rounding(name, config)} for own in parameters]
+    leaves = [leaf for own in parameters for leaf in own.values()]
+    joint = iter(torch.autograd.grad([loss for each in losses for loss in each], leaves, retain_graph=any(apart)))
+    gradients = [{name: next(joint) for name in own} for own in parameters]
+    for rank, rounded in enumerate(apart):
+        if rounded:
+            own_losses = [each[rank] for each in losses]
+            gradients[rank] |= _added_after_casts(config, rounded, own_losses)
     return gradients
+
+
+def _added_after_casts(config: TrainerConfig, parameters: Tensors, losses: Sequence[Tensor]) -> Tensors:
+    """Return the gradients of the sum of losses, each of which has them rounded and cast by itself."""
+    by_loss = [
+        torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True) for loss in losses
+    ]
+    return {
+        name: torch.stack([grad for grad in rounded if grad is not None]).to(_reduce_dtype(config)).sum(0)
+        for name, *rounded in zip(parameters, *by_loss, strict=True)
+    }
 
 
 def _is_cast_after_rounding(name: str, config: TrainerConfig) -> bool:
@@ -375,8 +424,9 @@ def _share_load(
 
 
 def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, index: int) -> list[Tensor]:
-    """Consecutive samples belong to a rank, and within it to a micro-batch."""
-    return [t.chunk(_data_parallel_size(config))[rank].chunk(config.accumulation)[index] for t in batch]
+    """Consecutive samples belong to a rank, or to those that share them, and within it to a micro-batch."""
+    groups = _data_parallel_size(config) // config.mesh.cp
+    return [t.chunk(groups)[rank].chunk(config.accumulation)[index] for t in batch]
 
 
 def _reduce_scatter_inputs(

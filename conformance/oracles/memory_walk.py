@@ -278,7 +278,7 @@ class Walk:
     def _tokens_bytes(self) -> int:
         """Return the bytes of inputs and labels: the trainer puts those of a step's micro-batches into one tensor."""
         data = self._config.data
-        return 2 * data.global_batch_size // self._dims.dp * data.seq_len * torch.int64.itemsize
+        return 2 * data.global_batch_size // self._dims.sample_groups * data.seq_len * torch.int64.itemsize
 
     def _begin_micro_batch(self, index: int) -> None:
         self._phase = "forward"

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.frozen import trained
+from conformance.oracles.frozen import is_trained, trained
 from conformance.oracles.outline import outline
 from conformance.oracles.skipped import is_computed
 from conformance.oracles.torch_versions import traits_of
@@ -45,6 +45,8 @@ class Event(msgspec.Struct, frozen=True):
     """`SUM`, `MAX`, ... where the model knows the operation."""
     during: str = ""
     """In forward and evaluation, for collectives of FSDP: the group that was entered last."""
+    is_of_ring: bool = False
+    """True for ring attention, whose groups may be those of FSDP."""
 
     @property
     def nbytes(self) -> int:
@@ -325,7 +327,18 @@ def leaves_in_backward(group: str, config: TrainerConfig, trained_groups: Collec
     the end of the backward leaves it, as it leaves a group that the pass does not compute.
     """
     order = [name for name in entered(groups(config)) if is_computed(name, config, [micro_batch])]
-    return group in order and any(before in trained_groups for before in order[: order.index(group)])
+    before = [name for name in order[: order.index(group)] if name in trained_groups] if group in order else []
+    return any(_trains_before(name, group, config) for name in before)
+
+
+def _trains_before(outer: str, group: str, config: TrainerConfig) -> bool:
+    """Return whether a group that is entered before another has parameters that train and compute before it.
+
+    Around the blocks that is the embedding alone; a block has none before its first norm.
+    """
+    if outer == _OUTPUT:
+        return is_trained(f"{_EMBEDDING}.weight", config)
+    return group != f"{outer}.attention_norm"
 
 
 def reduces_earlier(group: str, config: TrainerConfig, trained_groups: Collection[str]) -> bool:

@@ -33,9 +33,17 @@ FP16_SMALLEST = 2.0**-24
 """Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
 
 
-def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
-    """Return the sum of sqrt(n) over the reductions, of length n each, that a token passes on its way to the loss."""
+_ROUNDINGS_OF_A_MERGE = 4
+"""Weight, difference, product and difference, see `virtual_cp`."""
+
+
+def forward_stages(model: ModelConfig, *, seq_len: int, cp: int = 1) -> float:
+    """Return the sum of sqrt(n) over the reductions, of length n each, that a token passes on its way to the loss.
+
+    With context parallelism attention is merged from those of `cp` ranks, a chain of roundings of convex combinations.
+    """
     attention = 3 * sqrt(model.dim) + sqrt(model.head_dim) + sqrt(seq_len)  # norm, q/k/v, output; scores; values
+    attention += sqrt(_ROUNDINGS_OF_A_MERGE * (cp - 1))
     feed_forward = 2 * sqrt(model.dim) + sqrt(model.ffn_dim)  # norm, up and gate; down
     if model.n_experts:
         feed_forward += sqrt(model.dim) + sqrt(model.n_experts) + sqrt(model.experts_per_token)  # router; softmax; sum
@@ -64,7 +72,8 @@ def _fp32(formula: str, config: TrainerConfig, *, tf32: str = "T") -> Bound:
 
 def _lengths(config: TrainerConfig) -> dict[str, float]:
     """Terms from lengths of sums: `F`, see `forward_stages`, and `tokens`, the number of tokens of a step."""
-    return {"F": forward_stages(config.model, seq_len=config.data.seq_len), "tokens": _tokens(config)}
+    stages = forward_stages(config.model, seq_len=config.data.seq_len, cp=config.mesh.cp)
+    return {"F": stages, "tokens": _tokens(config)}
 
 
 def _tokens(config: TrainerConfig) -> int:

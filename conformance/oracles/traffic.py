@@ -1,6 +1,6 @@
 """Traffic model: all collectives of one rank in one optimizer step, in every phase.
 
-The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from its algorithm.
+The collectives of FSDP, tensor and context parallelism, the loss and clipping, each derived from its algorithm.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.frozen import trained
 from conformance.oracles.loss_scale import unscale_events
+from conformance.oracles.ring_exchange import ring_events
 from conformance.oracles.schedule import Event, Shapes, fsdp_events, reduced_numels, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, shards, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
@@ -75,6 +76,7 @@ def step_events(
         *_load_events(config, dims, full),
         *_fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard), pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
+        *ring_events(config, dims),
         *unscale_events(config, dims),
         *clip_events(pipeline.held_by(pp_rank, trained(shapes, config), config), config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report

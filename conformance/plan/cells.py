@@ -237,6 +237,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "tp": mesh.tp,
             "pp": mesh.pp,
             "ep": mesh.ep,
+            "cp": mesh.cp,
             "features": self.features,
         }
 
@@ -444,7 +445,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     data = {"integer": INTEGER_DATA, "large": LARGE_DATA}.get(cell.model, DATA)
     return TrainerConfig(
         model=replace(MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
-        mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp, ep=mesh.ep),
+        mesh=MeshConfig(**asdict(mesh)),
         pipeline=PipelineConfig(schedule=cell.pipeline),
         data=replace(data, global_batch_size=_global_batch_size(mesh, cell)),
         optimizer=_optimizer(cell),
@@ -476,6 +477,14 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield cell.weights != "hf", "a Llama model has no experts"
         yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
     yield bool(MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
+    if mesh.cp > 1:
+        yield mesh.pp == 1, "contexts of ring attention are not opened in the stages of a pipeline"
+        yield MODELS[cell.model].arithmetic == "float", "the integer model has an attention of its own"
+        yield not MODELS[cell.model].n_experts, "experts have no context parallelism"
+        yield cell.passes == 1, "a backward of several passes would be outside of the contexts of all but the last"
+        yield not cell.compile, "the attention that torch replaces is no graph that can be compiled"
+        yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without context parallelism"
+        yield not cell.dropout, "masks of dropout are joined by samples, and not by parts of sequences"
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers

@@ -20,7 +20,7 @@ LawId = Annotated[str, Meta(pattern=r"^([A-Z]+-[0-9]+|[a-z][a-z0-9]*(-[a-z0-9]+)
 Text = Annotated[str, Meta(pattern=r"\S")]
 Values = Annotated[list[AxisValue], Meta(min_length=1)]
 
-_MESH_FACTS = ("world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep")
+_MESH_FACTS = ("world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep", "cp")
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

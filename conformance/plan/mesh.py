@@ -10,10 +10,11 @@ from reference_trainer.checks import UsageError
 _NUMBER = "([1-9][0-9]{0,3})"
 _MESH = re.compile(
     f"(?=.)(?:pp{_NUMBER})?(?:(?:^|-)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER}))?(?:(?:^|-)tp{_NUMBER})?(?:-ep{_NUMBER})?"
+    f"(?:-cp{_NUMBER})?"
 )
 _MESH_HELP = (
-    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, dp4-ep2 or dp1, with numbers from 1 "
-    "to 4096"
+    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, dp4-ep2, dp4-cp2 or dp1, with numbers "
+    "from 1 to 4096"
 )
 
 
@@ -34,6 +35,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Number of ranks over which the layers are cut into stages."""
     ep: int = 1
     """Number of ranks among those of `dp_shard` over which experts are divided."""
+    cp: int = 1
+    """Number of ranks among those of `dp_shard` that share samples, each with a part of every sequence."""
 
     def __post_init__(self) -> None:
         for name, size in msgspec.structs.asdict(self).items():
@@ -46,12 +49,14 @@ class Mesh(msgspec.Struct, frozen=True):
         match = _MESH.fullmatch(text)
         if match is None:
             raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
-        pp, shard, replicate, hybrid_shard, tp, ep = (int(group or 1) for group in match.groups())
-        if max(pp, shard, replicate, hybrid_shard, tp, ep) > 4096:
+        pp, shard, replicate, hybrid_shard, tp, ep, cp = (int(group or 1) for group in match.groups())
+        if max(pp, shard, replicate, hybrid_shard, tp, ep, cp) > 4096:
             raise AxisError(f"axis `mesh` = {text!r}: too large; {_MESH_HELP}")
-        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp, pp=pp, ep=ep)
+        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp, pp=pp, ep=ep, cp=cp)
         if mesh.dp_shard % ep:
             raise AxisError(f"axis `mesh` = {text!r}: ep{ep} does not divide {mesh.dp_shard} ranks of dp_shard")
+        if mesh.dp_shard % cp:
+            raise AxisError(f"axis `mesh` = {text!r}: cp{cp} does not divide {mesh.dp_shard} ranks of dp_shard")
         if mesh.name != text:
             raise AxisError(f"axis `mesh` = {text!r}: not the canonical name of this mesh; write {mesh.name!r}")
         return mesh
@@ -66,7 +71,8 @@ class Mesh(msgspec.Struct, frozen=True):
         tensor = f"tp{self.tp}" if self.tp > 1 else ""
         pipeline = f"pp{self.pp}" if self.pp > 1 else ""
         experts = f"ep{self.ep}" if self.ep > 1 else ""
-        return "-".join(filter(None, (pipeline, data, tensor, experts))) or "dp1"
+        context = f"cp{self.cp}" if self.cp > 1 else ""
+        return "-".join(filter(None, (pipeline, data, tensor, experts, context))) or "dp1"
 
     @property
     def world_size(self) -> int:

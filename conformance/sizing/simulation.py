@@ -19,7 +19,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from conformance.experiments.context import simulated_world
-from conformance.experiments.without_fsdp import parallelize_without_fsdp, segments_without_fsdp
+from conformance.experiments.without_fsdp import (
+    parallelize_without_fsdp,
+    segments_without_fsdp,
+    shards_without_fsdp,
+)
 from conformance.instruments.fake_tensors import fake_memory_ledger, fake_tensors
 from conformance.instruments.memory import MemoryLedger, PhaseMarks
 from conformance.memory_segment import MemorySegment
@@ -152,14 +156,15 @@ def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
 
 def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
     """Return the memory that the model needs without FSDP, see `experiments.without_fsdp.segments_without_fsdp`."""
-    with simulated_world(dims.tp):
+    with simulated_world(dims.tp * dims.cp):
         with torch.device("meta"):
             model = Transformer(config.model)
         parallelize_without_fsdp(model, config, _CPU, tp=dims.tp)
         with fake_tensors():
             model.to_empty(device=_CPU)
             batches = _UnreadBatches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-            return segments_without_fsdp(model, batches, config, dims, ledger=fake_memory_ledger)
+            shards = shards_without_fsdp(config, dims, _CPU)
+            return segments_without_fsdp(model, batches, config, dims, shards, ledger=fake_memory_ledger)
 
 
 class _FakeOnceSharded(PhaseMarks):

@@ -2,7 +2,7 @@
 
 A row is one way to call `torch.distributed.tensor.experimental.context_parallel`: kernel, order of tokens, way of
 passing keys and values, dtype, lengths, and what happens before and after. On the CPU the kernels are stand-ins, see
-`instruments.device_attention`; all else, from the shards of buffers to the merged gradients, is torch's own code.
+`reference_trainer.device_attention`; all else, from the shards of buffers to the merged gradients, is torch's own code.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
-from conformance.instruments.device_attention import KERNELS, attention_by
 from conformance.instruments.ring_attention import ring_options, unsharded
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Draw, Options, forbids
@@ -27,6 +26,7 @@ from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.interface_sweep import DTYPES
 from conformance.sweeps.layouts import distributed
 from conformance.sweeps.trials import Ended, Swept, Trials
+from reference_trainer.device_attention import KERNELS, attention_by
 from reference_trainer.mesh import fsdp_mesh
 
 OPTIONS: Mapping[str, tuple[object, ...]] = {

@@ -80,7 +80,7 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
 
 def _losses_bytes(cell: Cell) -> int:
     """Return the bytes of losses, and of a number from each rank for each mesh."""
-    meshes = 1 + (cell.config.mesh.ep > 1)
+    meshes = 1 + (cell.config.mesh.ep > 1) + (cell.config.mesh.cp > 1)
     return meshes * cell.world_size * torch.float32.itemsize + balance_losses_bytes(cell.config)
 
 

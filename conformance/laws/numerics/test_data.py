@@ -6,6 +6,7 @@ from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
 from conformance.oracles.reference import Batch
+from conformance.oracles.virtual_cp import positions
 from conformance.plan.cells import Cell
 from conformance.plan.mesh import Mesh
 from reference_trainer.data import Batches
@@ -16,7 +17,8 @@ DISTRIBUTED_SAMPLER = "https://docs.pytorch.org/docs/stable/data.html#torch.util
 @law("DATA-1", where="implementation = fsdp2", gaps=["large-models"], reference=DISTRIBUTED_SAMPLER)
 def test_each_data_parallel_coordinate_sees_its_samples(run: Run, cell: Cell) -> None:
     """Ranks of one data-parallel coordinate MUST see the same batch, and together the coordinates see each sample of
-    the global batch once, in order.
+    the global batch once, in order; ranks that share samples (cp) see the same ones, and the model gets the tokens of
+    each rank's two pieces of every sequence.
 
     Wrong if data is distributed by the rank in the world, if all ranks see the same, or tensor-parallel ranks do not.
     The batches that the trainer takes and the inputs of the model are compared.
@@ -41,13 +43,17 @@ def test_each_data_parallel_coordinate_sees_its_samples(run: Run, cell: Cell) ->
 
 
 def _by_coordinate(batch: Batch, mesh: Mesh) -> list[dict[str, str]]:
-    """Return digests of consecutive samples for each coordinate: replicas are the outer index, shards the inner."""
-    inputs, labels = (tensor.chunk(mesh.dp_replicate * mesh.dp_shard) for tensor in batch)
-    tokens = [fingerprint(chunk) for chunk in inputs]
-    return [
-        {"inputs": digest, "labels": fingerprint(chunk), "model inputs": digest}
-        for digest, chunk in zip(tokens, labels, strict=True)
-    ]
+    """Return digests of each coordinate's samples, which are consecutive: replicas are the outer index, shards the
+    inner, of which `cp` neighbours share samples.
+    """
+    groups = mesh.dp_replicate * mesh.dp_shard // mesh.cp
+    digests = []
+    for inputs, labels in zip(*(tensor.chunk(groups) for tensor in batch), strict=True):
+        for rank in range(mesh.cp):
+            own = inputs if mesh.cp == 1 else inputs[:, positions(inputs.shape[1], cp=mesh.cp, rank=rank)]
+            seen = {"inputs": inputs, "labels": labels, "model inputs": own}
+            digests.append({what: fingerprint(tokens) for what, tokens in seen.items()})
+    return digests
 
 
 def _seen(facts: RankFacts) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
+from torch import Tensor
+
 from conformance.assertions import compare
 from conformance.assertions.attention import Attention, attention_of
 from conformance.assertions.fixtures import Measure, Run
@@ -18,11 +20,12 @@ from conformance.oracles.pipeline import held_by
 from conformance.oracles.reference import initial_model
 from conformance.oracles.schedule import Event
 from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
+from conformance.oracles.virtual_cp import positions
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
 from reference_trainer.config import TrainerConfig
-from reference_trainer.parallel_dims import resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 MIXED_PRECISION = f"{FULLY_SHARD}#torch.distributed.fsdp.MixedPrecisionPolicy"
@@ -32,8 +35,6 @@ TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.paral
 _BUFFERS = ("rope_table/", "initial_buffer/", "final_buffer/")
 _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_state/")
 """Kinds of tensors that the optimizer reads and updates."""
-_ROUTED = "all_to_all"
-"""Kind of the collectives whose sizes follow the routing of experts: EP-4 judges them."""
 _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for phase in ("forward", "backward"))
 
 
@@ -59,10 +60,15 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
         per_step = (step_events(at_step(config, step), dims, tp_rank=tp_rank, pp_rank=pp_rank) for step in record.steps)
         sent = _wire_dtypes(chain.from_iterable(per_step))
         # Steps only, like MP-4.
-        seen = _wire_dtypes(each for each in facts.collectives if each.phase != "build" and each.kind != _ROUTED)
+        seen = _wire_dtypes(each for each in facts.collectives if each.phase != "build" and not _is_routed(each, dims))
         if dims.pp > 1:  # a stage has a part of them; PP-1, PP-3 and PP-4 judge those of FSDP and of transfers, too
             sent, seen = ({key: by[key] for key in by if key in sent and key in seen} for by in (sent, seen))
         _compare(seen, sent, name="dtypes on the wire", rank=facts.rank)
+
+
+def _is_routed(collective: Collective, dims: ParallelDims) -> bool:
+    """Return whether the size of a collective follows the routing of experts: EP-4 judges it."""
+    return collective.kind == "all_to_all" and dims.ep > 1
 
 
 def _with_operators_of(attention: Attention, expected: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -118,14 +124,23 @@ def test_rope_tables_and_buffers_keep_every_bit(run: Run, cell: Cell) -> None:
     config, record = cell.config, run(cell)
     buffers = dict(initial_model(config).named_buffers())
     expected = _only(_BUFFERS, expected_dtypes(config, steps=record.steps))
-    table = fingerprint(buffers["rope_table"])
-    tables = {thing.removeprefix("rope_table/"): [table] for thing in expected if thing.startswith("rope_table/")}
+    attentions = [thing.removeprefix("rope_table/") for thing in expected if thing.startswith("rope_table/")]
     for facts, shards in zip(record.ranks, record.shards, strict=True):
         own = _held(expected, facts, config)
+        table = fingerprint(_own_positions(buffers["rope_table"], facts, config))
+        tables = {attention: [table] for attention in attentions}
         _compare(_only(_BUFFERS, facts.dtypes), own, name="dtypes of buffers", rank=facts.rank)
         _compare(facts.rope_tables, _held(tables, facts, config), name="bits of the RoPE table", rank=facts.rank)
         final = {key.removeprefix("final/buffer/"): t for key, t in shards.items() if key.startswith("final/buffer/")}
         compare.bits(final, buffers, name=f"buffers of rank {facts.rank} after training")
+
+
+def _own_positions(table: Tensor, facts: RankFacts, config: TrainerConfig) -> Tensor:
+    """Return the part of a RoPE table that a rank needs: all of it, unless ranks share sequences."""
+    cp = config.mesh.cp
+    if cp == 1:
+        return table
+    return table[:, positions(config.data.seq_len, cp=cp, rank=facts.mesh_coordinate["dp_shard"] % cp)]
 
 
 @law("MP-4", where="implementation = fsdp2", gaps=["large-models"], reference=TENSOR_PARALLEL)
@@ -144,7 +159,7 @@ def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
         for step in record.steps:
             events = step_events(at_step(config, step), dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0))
             expected = add_up(events)
-            in_step = (event for event in facts.collectives if event.step == step and event.kind != _ROUTED)
+            in_step = (event for event in facts.collectives if event.step == step and not _is_routed(event, dims))
             measured = add_up(event for event in in_step if not _agrees(event, record))
             misfits += (f"rank {facts.rank}, step {step}, {misfit}" for misfit in _misfits(measured, expected))
             measured_bytes += sum(traffic.nbytes for traffic in measured.values())

@@ -42,11 +42,12 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
     detail, unit = f"rank {facts.rank}", "operators"
     repeats = int(cell.activation_checkpointing == "full")
     forward, backward = (facts.operators[phase] for phase in ("forward", "backward"))
-    blocks = attention.calls(forward)
-    if not blocks:
+    calls = attention.calls(forward)
+    if not calls:
         raise RuntimeError(f"cell {cell.id}, {detail}: no attention was seen in forward")
     is_dropped = cell.activation_checkpointing != "none" if not attention.is_fused else bool(repeats)
-    compare.count(attention.calls(backward), name="attention", expected=blocks * is_dropped, detail=detail, unit=unit)
+    compare.count(attention.calls(backward), name="attention", expected=calls * is_dropped, detail=detail, unit=unit)
+    blocks = calls // cell.config.mesh.cp  # in a ring the keys and values of each rank are a call
     linear = products(forward) - blocks * attention.products("forward")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
     gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")

@@ -66,7 +66,7 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int, config: Tr
     measured = [
         Event(e.phase, e.kind, e.group, e.numel, e.dtype, during=_group(e.during, config))  # type: ignore[arg-type]
         for e in facts.collectives
-        if e.step == step and e.phase in _PHASES and e.group.startswith(_OF_FSDP) and _is_of_parameters(e)
+        if e.step == step and e.phase in _PHASES and e.group.startswith(_OF_FSDP) and _is_of_parameters(e, config)
     ]
     where = f"rank {facts.rank}, step {step}"
     detail = f"{where}: {measured}"
@@ -77,8 +77,10 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int, config: Tr
         assert issued == event, f"{where}, collective {index}: measured {issued}, expected {event}"
 
 
-def _is_of_parameters(collective: Collective) -> bool:
-    """Return whether a collective is neither of numbers nor of rows that go to experts."""
+def _is_of_parameters(collective: Collective, config: TrainerConfig) -> bool:
+    """Return whether a collective is neither of numbers, nor of rows that go to experts, nor of attention in a ring."""
+    if config.mesh.cp > 1 and not collective.is_of_fsdp:
+        return False
     return collective.dtype != _NUMBERS and collective.kind != "all_to_all"
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from conformance.instruments.device_attention import KERNELS, attention, attention_by, attention_gradients
+from reference_trainer.device_attention import KERNELS, attention, attention_by, attention_gradients
 from conformance.sweeps.context_parallel import OPTIONS, Numbers, expected
 
 DEFAULTS = {option: values[0] for option, values in OPTIONS.items()}
