@@ -12,7 +12,10 @@ from reference_trainer.checks import UsageError
 
 SETS = {
     folder.name: MistakeSet(folder)
-    for folder in (FOLDER, *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4", "unseen5", "unseen6")))
+    for folder in (
+        FOLDER,
+        *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4", "unseen5", "unseen6")),
+    )
 }
 ROWS = [(chosen, name) for chosen, found in SETS.items() for name in found.mistakes]
 LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
