@@ -84,7 +84,7 @@ class Distillation(nn.Module):
         seen = [
             part.unflatten(0, (images, -1)) for part in map(self.student, (large.flatten(0, 1), small.flatten(0, 1)))
         ]
-        guesses = (torch.cat(seen, 1) / 0.4).log_softmax(-1)
+        guesses = (torch.cat(seen, 1).to(targets.dtype) / 0.4).log_softmax(-1)
         every = -torch.einsum("itp,isp->its", targets, guesses)
         same = torch.eye(LARGE, LARGE + SMALL, dtype=torch.bool, device=every.device)
         return every.masked_fill(same, 0.0).sum((1, 2)) / (LARGE * (LARGE + SMALL - 1))

@@ -4,7 +4,7 @@ conformance judge tables.py:parallelize
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
@@ -15,6 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import SGD, Optimizer
 
 from conformance.subjects import ParallelConfig, subject
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 NUMBERS, CATEGORIES, VALUES, WIDTH, HEADS, CLASSES, ROWS = 5, 3, 6, 16, 4, 4, 8
 Rows = dict[str, Tensor]
@@ -101,11 +104,22 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 
 
+def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip the gradients of all meshes by the norm of all, which is returned."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [cast("DTensor", torch.linalg.vector_norm(gradient)).full_tensor() for gradient in gradients]
+    norm: Tensor = torch.stack(norms).norm()
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 @subject(
     model=TableNet,
     loss=focal_loss,
     batch=rows,
     optimizer=make_optimizer,
+    clip=clip,
     meshes=["dp2", "hsdp2x2", "dp2-tp2"],
     precisions=["fp32", "bf16"],
 )
