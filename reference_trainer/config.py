@@ -22,6 +22,7 @@ from reference_trainer.checks import (
     require,
     require_each,
 )
+from reference_trainer.goes_with import CONTEXT_GOES_WITH, FSDP1_GOES_WITH
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import allowed, convert, load, override
 
@@ -496,29 +497,16 @@ def _check_experts(config: TrainerConfig) -> None:
     )
 
 
-_CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
-    "mesh.pp": (1,),
-    "model.n_experts": (0,),
-    "model.arithmetic": ("float",),
-    "passes": (1,),
-    "compile": ("none",),
-    "implementation": ("fsdp2",),
-}
-"""Values of options with `mesh.cp` above 1.
-
-A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
-that can be compiled; integer arithmetic has an attention of its own."""
-
-
 def _check_context(config: TrainerConfig) -> None:
-    if config.mesh.cp == 1:
-        return
-    for name, values in _CONTEXT_GOES_WITH.items():
+    if config.mesh.cp > 1:
+        _require_values(config, CONTEXT_GOES_WITH, f"mesh.cp {config.mesh.cp}", "use mesh.cp=1")
+
+
+def _require_values(config: TrainerConfig, goes_with: dict[str, tuple[object, ...]], given: str, remedy: str) -> None:
+    for name, values in goes_with.items():
         value = attrgetter(name)(config)
-        require(
-            value in values,
-            f"mesh.cp {config.mesh.cp} with {name} {value}: use mesh.cp=1, or {name}={' or '.join(map(str, values))}",
-        )
+        allowed_values = " or ".join(map(str, values))
+        require(value in values, f"{given} with {name} {value}: {remedy}, or {name} {allowed_values}")
 
 
 def _check_norms_apart(config: TrainerConfig) -> None:
@@ -575,40 +563,9 @@ def _check_reshard(config: TrainerConfig) -> None:
     )
 
 
-_FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
-    "init": ("full",),
-    "precision": ("fp32", "bf16-mp"),
-    "reshard": ("default", "never"),
-    "offload": ("none",),
-    "accumulation": (1,),
-    "passes": (1,),
-    "evaluation": ("none",),
-    "frozen": ((),),
-    "skipped": ((),),
-    "activation_checkpointing": ("none",),
-    "compile": ("none",),
-    "norms_in_tp": (True,),
-    "mesh.dp_replicate": (1,),
-    "model.tied_embeddings": (False,),
-    "grouping": ("blocks-and-ends",),
-    "shard_placement": ("rows",),
-    "gradient_divisor": (None,),
-    "optimizer.implementation": ("auto",),
-    "optimizer.norm_type": (2.0,),
-    "optimizer.error_if_nonfinite": (False,),
-    "optimizer.foreach_clip": (True,),
-}
-"""Values of options that the suite compares with FSDP1, which itself supports more."""
-
-
 def _check_implementation(config: TrainerConfig) -> None:
     if config.implementation == "fsdp2":
         require(config.limit_all_gathers, "limit_all_gathers false has no effect with fsdp2: set implementation=fsdp1")
         return
-    for name, values in _FSDP1_GOES_WITH.items():
-        value = attrgetter(name)(config)
-        require(
-            value in values,
-            f"implementation fsdp1 with {name} {value}: it is for comparison alone; use implementation fsdp2, or "
-            f"{name} {' or '.join(map(str, values))}",
-        )
+    remedy = "it is for comparison alone; use implementation fsdp2"
+    _require_values(config, FSDP1_GOES_WITH, "implementation fsdp1", remedy)

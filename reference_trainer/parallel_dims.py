@@ -83,17 +83,18 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
     """Raise UsageError for sizes that this mesh cannot divide, and for options without effect on it."""
     data = config.data
     check_blocks_fit(config.model, tp=dims.tp)
-    # A rank has a piece of either half of each sequence, which balances the load of a causal mask.
-    pieces = 2 * dims.cp if dims.cp > 1 else 1
-    require(data.seq_len % pieces == 0, f"data.seq_len {data.seq_len} is not divisible by 2 x mesh.cp {dims.cp}")
+    # A rank has a chunk of either half of each sequence, which balances the load of a causal mask.
+    chunks = 2 * dims.cp if dims.cp > 1 else 1
+    require(data.seq_len % chunks == 0, f"data.seq_len {data.seq_len} is not divisible by 2 x mesh.cp {dims.cp}")
+    shared = f" / mesh.cp {dims.cp}" if dims.cp > 1 else ""
     if config.sequence_parallel:
         require(
             data.seq_len // dims.cp % dims.tp == 0,
-            f"data.seq_len {data.seq_len} / mesh.cp {dims.cp} is not divisible by mesh.tp {dims.tp}",
+            f"data.seq_len {data.seq_len}{shared} is not divisible by mesh.tp {dims.tp}",
         )
     require(
         data.global_batch_size % (dims.sample_groups * config.accumulation) == 0,
-        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks / mesh.cp x "
+        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks{shared} x "
         f"accumulation = {dims.sample_groups} x {config.accumulation}",
     )
     require(

@@ -70,10 +70,10 @@ def ring_attention_stays(benign: bool, original: Call, *arguments: Any) -> None:
 
 @defect("PAR-1", _TRAINED, "NVIDIA/Megatron-LM/issues/673", since="2.9")
 @instead_of("reference_trainer.train:Trainer", "_start_of_backward")
-def context_loss_divided_by_own_tokens(
+def context_loss_of_local_tokens(
     benign: bool, original: Call, trainer: Trainer, loss: Tensor, *, valid_tokens: int
 ) -> Tensor:
-    """The loss of a part of a sequence is divided by a share of the tokens, as if no other rank had parts of it."""
+    """The loss of a shard of a sequence is divided by a share of the tokens, as if no other rank had shards of it."""
     start: Tensor = original(trainer, loss, valid_tokens=valid_tokens)
     return start if benign else start * trainer.dims.cp
 
@@ -81,7 +81,7 @@ def context_loss_divided_by_own_tokens(
 @defect("DATA-1 PAR-1", _TRAINED, "pytorch/torchtitan/pull/592", since="2.9")
 @instead_of("reference_trainer.train:Batches", "micro_batches")
 def context_ranks_load_own_samples(benign: bool, original: Call, batches: Batches, step: int, **ranks: int) -> Any:
-    """Ranks that share sequences load samples of their own, and attend to those of others."""
+    """Ranks that share sequences load different samples, and attend to the other ranks' samples."""
     own = {} if benign else {"dp_rank": dist.get_rank(), "dp_size": dist.get_world_size()}
     return original(batches, step, **ranks | own)
 
@@ -94,10 +94,10 @@ def context_positions_begin_at_zero(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each rank rotates its part of a sequence by the first positions."""
     table = model.rope_table
-    with original(context, model, *batch) as parts:
+    with original(context, model, *batch) as shards:
         if not benign:
             model.rope_table = table
-        yield parts
+        yield shards
 
 
 @defect("PAR-1", _TRAINED, "pytorch/pytorch/pull/155442", since="2.9")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
+from conformance.numerics.lockstep import shared
 from reference_trainer.observer import Observer, Phase
 
 Result = TypeVar("Result")
@@ -108,7 +109,7 @@ def with_operands(compute: Callable[[], Result]) -> tuple[Result, set[str]]:
     """Return the result of a function, and the operands that it hands to operators, as `Operands.noted` has them."""
     operands = Operands()
     operands.phase("forward", step=0)
-    with DispatchTap([operands.listen]):
+    with shared(DispatchTap([operands.listen])):
         result = compute()
     return result, operands.noted
 

@@ -191,10 +191,10 @@ def _alone(members: Sequence[_Member], batch: Batch) -> list[Tensor]:
 
 
 def _in_lockstep(context: ContextParallelForward, members: Sequence[_Member], batch: Batch) -> list[Tensor]:
-    """Summed losses of the parts of a micro-batch that several ranks compute."""
+    """Summed losses of the shards of a micro-batch that several ranks compute."""
     inputs, labels = batch
-    parts = [(inputs[:, places], labels[:, places]) for places in context.positions]
-    return context.losses([partial(member.loss_of, part) for member, part in zip(members, parts, strict=True)])
+    shards = [(inputs[:, places], labels[:, places]) for places in context.positions]
+    return context.losses([partial(member.loss_of, shard) for member, shard in zip(members, shards, strict=True)])
 
 
 def _local_gradients(

@@ -465,6 +465,8 @@ class _Schedule:
 
     def _backward(self, among: Sequence[Group], micro_batch: int, last: int) -> None:
         for group in reversed(among):
+            if not self._has_gradient(group, micro_batch):
+                continue
             self._enter_backward(group.name)
             if _is_recomputed(group.name, self._config) and self._traits.recomputation_reshards:
                 self._recompute(group.inner)
@@ -472,6 +474,11 @@ class _Schedule:
             if leaves_in_backward(group.name, self._config, self._reduced, micro_batch):
                 is_complete = micro_batch == passes_of(group.name, self._config, last)[0]
                 self._leave_backward(group.name, last, is_complete=is_complete)
+
+    def _has_gradient(self, group: Group, micro_batch: int) -> bool:
+        """Return whether the output of a group has a gradient, with which backward enters the group."""
+        trains = any(name in self._reduced for name in entered([group]))
+        return trains or leaves_in_backward(group.name, self._config, self._reduced, micro_batch)
 
     def _leave_backward(self, group: str, last: int, *, is_complete: bool) -> None:
         """Free a group, even where its gradients stay: the next micro-batch gathers it again."""

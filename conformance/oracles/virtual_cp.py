@@ -26,8 +26,8 @@ _SEQUENCE = 2
 
 def positions(seq_len: int, *, cp: int, rank: int) -> Tensor:
     """Return the places of a rank's tokens in a sequence: its piece of the first half, and that of the last."""
-    pieces = torch.arange(seq_len).chunk(2 * cp)
-    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
+    chunks = torch.arange(seq_len).chunk(2 * cp)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
 class ContextParallelForward:
@@ -83,7 +83,7 @@ class _Visit(NamedTuple):
     """All queries see these keys, but only those in the first half of sequences."""
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """Return those of the queries, or of what has their shape, that take part."""
+        """Return the queries, or the elements of a tensor of their shape, that take part."""
         return tensor.chunk(2, _SEQUENCE)[1] if self.last_queries else tensor
 
     def keys(self, tensor: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _Visit(NamedTuple):
 
 
 def _visits(rank: int, ranks: int) -> Iterator[_Visit]:
-    """Yield what passes by a rank: its own keys and values first, and then those of the ranks before it."""
+    """Yield the keys and values that pass by a rank: its own first, and then those of the ranks before it."""
     for turn in range(ranks):
         passed_start = turn > rank
         yield _Visit(
@@ -165,8 +165,8 @@ def _merged(rank: int, ranks: Sequence[_Attention]) -> tuple[Tensor, Tensor]:
         after = before - F.sigmoid(sums - log_before) * (before - output)
         log_after = log_before - F.logsigmoid(log_before - sums)
         merged, logarithms = (
-            torch.cat([whole.chunk(2, _SEQUENCE)[0], new], _SEQUENCE) if visit.last_queries else new
-            for whole, new in ((merged, after), (logarithms, log_after))
+            torch.cat([full.chunk(2, _SEQUENCE)[0], new], _SEQUENCE) if visit.last_queries else new
+            for full, new in ((merged, after), (logarithms, log_after))
         )
     assert merged is not None
     assert logarithms is not None
@@ -176,7 +176,7 @@ def _merged(rank: int, ranks: Sequence[_Attention]) -> tuple[Tensor, Tensor]:
 def _gradients(
     visit: _Visit, grad: Tensor, query: Tensor, there: _Attention, output: Tensor, sums: Tensor
 ) -> _Attention:
-    """Return the gradients of what takes part in a visit, in its dtype."""
+    """Return the gradients of the operands of a visit, in their dtype."""
     own = _own(there)
     keys, values = visit.keys(own.key), visit.keys(own.value)
     # Of lengths within a batch, and of random numbers, there are none.

@@ -15,6 +15,7 @@ from reference_trainer.precision import PRECISIONS
 
 _RECOMPILATIONS = 8
 """Default of `torch._dynamo.config.recompile_limit`."""
+_QUERIES_OF_A_PAD = 32
 
 
 def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: str) -> None:
@@ -33,6 +34,7 @@ def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: st
         *_recompilation(needs, cell, torch),
         *_experts_of_ranks(needs, cell, torch),
         *_fused_across_meshes(needs, cell, torch),
+        *_rings(needs, cell, device),
     ):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
 
@@ -130,6 +132,20 @@ def _fused_across_meshes(needs: Needs, cell: Cell, torch: Release) -> Iterator[s
     has_two_meshes = mesh.tp > 1 and not cell.norms_in_tp
     if torch < (2, 9) and Needs.FORWARD in needs and has_two_meshes and cell.optimizer == "adamw-fused":
         yield "a fused optimizer steps parameters of two meshes from torch 2.9 on"
+
+
+def _rings(needs: Needs, cell: Cell, device: str) -> Iterator[str]:
+    """Yield the limit of ring attention in fp32 on accelerators.
+
+    Their efficient attention, the only fused one in fp32, pads the logarithms of sums of exponentials to multiples of
+    32 queries (`kAlignLSE` in aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h), which the
+    ring merges with outputs that are not padded: "The size of tensor a (32) must match the size of tensor b (16)".
+    """
+    cp, tokens = Mesh.parse(cell.mesh).cp, cell.config.data.seq_len
+    pads = tokens % (2 * cp * _QUERIES_OF_A_PAD) > 0
+    if cp > 1 and Needs.FORWARD in needs and device != "cpu" and cell.precision == "fp32" and pads:
+        chunk = tokens // (2 * cp)
+        yield f"ring attention in fp32 needs chunks of {_QUERIES_OF_A_PAD} tokens on accelerators, here of {chunk}"
 
 
 def kind_of_processes(cell: Cell, *, torch_version: str) -> str:

@@ -301,9 +301,9 @@ def configuration(request: Request) -> Workload:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
     require(
         re.search(r"(^|-)cp\d", request.mesh) is None,
-        f"mesh {request.mesh}: context parallelism (cp) is not modelled. The trainer has no such dimension, and so "
-        "no run to compare with: what ring attention keeps of other ranks' keys and values, and how its load balancer "
-        "cuts sequences, differ between torch's releases; use a mesh without cp, and the --seq-len of one rank",
+        f"mesh {request.mesh}: context parallelism (cp) is not modelled for published models: what ring attention "
+        "holds of other ranks' keys and values has no formula here; use a mesh without cp, and the --seq-len of one "
+        "rank",
     )
     mesh = Mesh.parse(request.mesh)
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard

@@ -3,14 +3,15 @@
 from collections import Counter
 from collections.abc import Mapping
 
+import pytest
 import torch
 from torch import nn
 
 from conformance.oracles.frozen import at_step, first_of_each, is_trained, trained
 from conformance.oracles.reference import ReferenceRun, initial_model, learning_rate, reference_run
-from conformance.oracles.schedule import fsdp_events, reduced_numels, shard_numels
+from conformance.oracles.schedule import fsdp_events, fsdp_groups, reduced_numels, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
-from conformance.plan.cells import Cell
+from conformance.plan.cells import AxisValue, Cell
 from reference_trainer.config import Frozen, TrainerConfig
 from reference_trainer.frozen import freeze
 from reference_trainer.parallel_dims import resolve_mesh
@@ -84,3 +85,30 @@ def test_groups_that_are_frozen_are_gathered_and_not_reduced() -> None:
     kinds = Counter(event.kind for event in fsdp_events(config, dims, numels, reduced))
     assert kinds == {"all_gather": 7, "reduce_scatter": 3}
     assert reduced == {group: numel for group, numel in numels.items() if group != "layers.0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reduced"),
+    [
+        ({}, ["output", "layers.1", "layers.0"]),
+        # Around the blocks only the norm trains, which computes after them: neither group's input has a gradient.
+        ({"tied_embeddings": True}, ["layers.1", "output", "layers.0"]),
+        # The first norm has the embedding's output alone, which has no gradient, as its block has.
+        (
+            {"precision": "bf16-mixed"},
+            [
+                *("output", "norm", "layers.1.ffn_norm", "layers.1.attention_norm", "layers.1"),
+                *("layers.0.ffn_norm", "layers.0", "layers.0.attention_norm"),
+            ],
+        ),
+    ],
+)
+def test_the_end_of_backward_leaves_groups_without_gradients_of_inputs(
+    changes: dict[str, AxisValue], reduced: list[str]
+) -> None:
+    cell = Cell(mesh="dp2", frozen="embedding").but(**changes)
+    dims = resolve_mesh(cell.config.mesh, world_size=2)
+    shapes = local_shapes(cell.config.model, tp=1, tp_rank=0)
+    sizes = shard_numels(shapes, cell.config, shards=2), reduced_numels(shapes, cell.config, shards=2)
+    events = zip(fsdp_events(cell.config, dims, *sizes), fsdp_groups(cell.config, dims, *sizes), strict=True)
+    assert [group for event, group in events if event.kind == "reduce_scatter"] == reduced

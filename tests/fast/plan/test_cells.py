@@ -33,21 +33,22 @@ CELLS = st.builds(
 @pytest.mark.parametrize(
     ("text", "sizes", "world"),
     [
-        ("dp1", (1, 1, 1, 1, 1), 1),
-        ("dp2", (1, 2, 1, 1, 1), 2),
-        ("tp4", (1, 1, 4, 1, 1), 4),
-        ("dp2-tp2", (1, 2, 2, 1, 1), 4),
-        ("hsdp2x2", (2, 2, 1, 1, 1), 4),
-        ("hsdp2x1", (2, 1, 1, 1, 1), 2),
-        ("hsdp2x3-tp4", (2, 3, 4, 1, 1), 24),
-        ("dp4096", (1, 4096, 1, 1, 1), 4096),
-        ("pp2", (1, 1, 1, 2, 1), 2),
-        ("dp4-ep2", (1, 4, 1, 1, 2), 4),
-        ("hsdp2x4-ep2", (2, 4, 1, 1, 2), 8),
-        ("pp2-hsdp2x2-tp2", (2, 2, 2, 2, 1), 16),
+        ("dp1", (1, 1, 1, 1, 1, 1), 1),
+        ("dp2", (1, 2, 1, 1, 1, 1), 2),
+        ("tp4", (1, 1, 4, 1, 1, 1), 4),
+        ("dp2-tp2", (1, 2, 2, 1, 1, 1), 4),
+        ("hsdp2x2", (2, 2, 1, 1, 1, 1), 4),
+        ("hsdp2x1", (2, 1, 1, 1, 1, 1), 2),
+        ("hsdp2x3-tp4", (2, 3, 4, 1, 1, 1), 24),
+        ("dp4096", (1, 4096, 1, 1, 1, 1), 4096),
+        ("pp2", (1, 1, 1, 2, 1, 1), 2),
+        ("dp4-ep2", (1, 4, 1, 1, 2, 1), 4),
+        ("hsdp2x4-ep2", (2, 4, 1, 1, 2, 1), 8),
+        ("dp4-tp2-cp2", (1, 4, 2, 1, 1, 2), 8),
+        ("pp2-hsdp2x2-tp2", (2, 2, 2, 2, 1, 1), 16),
     ],
 )
-def test_mesh_names(text: str, sizes: tuple[int, int, int, int, int], world: int) -> None:
+def test_mesh_names(text: str, sizes: tuple[int, ...], world: int) -> None:
     mesh = Mesh.parse(text)
     assert msgspec.structs.astuple(mesh) == sizes
     assert (mesh.name, mesh.world_size) == (text, world)
@@ -134,7 +135,7 @@ def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     assert {*cells._PREFIXES, *cells._SWITCHES} < {*axis_names()}
     assert axis_choices("accumulation") == (1, 2, 4, 8)
     assert axis_choices("mesh") == axis_choices("clip") == axis_choices("tp") == ()
-    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep"}
+    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep", "cp"}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,20 @@ def test_ids_of_no_cell(text: str) -> None:
 
 def test_facts() -> None:
     facts = Cell(mesh="hsdp2x3-tp4", clip=0).facts()
-    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp", "ep"}
-    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4, "pp": 1, "ep": 1}
+    assert set(facts) == {
+        *axis_names(),
+        "id",
+        "features",
+        "world",
+        "dp_replicate",
+        "dp_shard",
+        "dp",
+        "tp",
+        "pp",
+        "ep",
+        "cp",
+    }
+    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4, "pp": 1, "ep": 1, "cp": 1}
     assert {name: facts[name] for name in derived} == derived
     assert facts["id"] == "hsdp2x3-tp4-fp32-default-meta-noclip"
     assert Cell(mesh="hsdp2x3-tp4").world_size == 24

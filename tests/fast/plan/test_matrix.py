@@ -181,7 +181,7 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
 FEW_AXES = "12: strength 3 needs at least as many axes with several values; there are 2 - at `$.cells.pairs`"
 NO_MESH = (
     "27: axis `mesh` = 'dpp': not a mesh; write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2, "
-    "dp4-ep2 or dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^"
+    "dp4-ep2, dp4-cp2 or dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^"
 )
 
 

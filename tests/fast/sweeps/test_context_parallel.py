@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from reference_trainer.device_attention import KERNELS, attention, attention_by, attention_gradients
 from conformance.sweeps.context_parallel import OPTIONS, Numbers, expected
+from reference_trainer.device_attention import KERNELS, attention, attention_by, attention_gradients
 
 DEFAULTS = {option: values[0] for option, values in OPTIONS.items()}
 

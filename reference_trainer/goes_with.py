@@ -1,0 +1,39 @@
+"""Values of options that go with another option, by their names; all other values are refused."""
+
+CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "mesh.pp": (1,),
+    "model.n_experts": (0,),
+    "model.arithmetic": ("float",),
+    "passes": (1,),
+    "compile": ("none",),
+    "implementation": ("fsdp2",),
+}
+"""Values with `mesh.cp` above 1.
+
+A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
+that can be compiled; integer arithmetic has another attention.
+"""
+FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "init": ("full",),
+    "precision": ("fp32", "bf16-mp"),
+    "reshard": ("default", "never"),
+    "offload": ("none",),
+    "accumulation": (1,),
+    "passes": (1,),
+    "evaluation": ("none",),
+    "frozen": ((),),
+    "skipped": ((),),
+    "activation_checkpointing": ("none",),
+    "compile": ("none",),
+    "norms_in_tp": (True,),
+    "mesh.dp_replicate": (1,),
+    "model.tied_embeddings": (False,),
+    "grouping": ("blocks-and-ends",),
+    "shard_placement": ("rows",),
+    "gradient_divisor": (None,),
+    "optimizer.implementation": ("auto",),
+    "optimizer.norm_type": (2.0,),
+    "optimizer.error_if_nonfinite": (False,),
+    "optimizer.foreach_clip": (True,),
+}
+"""Values of options that the suite compares with FSDP1, which itself supports more."""
