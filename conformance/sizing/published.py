@@ -25,8 +25,8 @@ Written by `python -m conformance docs --write` from conformance/sizing.
 `conformance predict --model` takes a name, a .yaml, or a config.json of Hugging Face whose architecture is one of
 {architectures}; each has as many parameters as the class of transformers. Any other is refused, as are quantized
 weights that were never trained otherwise. Encoders of images, and layers that predict further tokens, are named as left
-out. With tensor parallelism a model with experts or latent attention is refused, and so is context parallelism (cp),
-which the trainer does not have.
+out. With tensor parallelism a model with experts or latent attention is refused, and so is context parallelism (cp):
+the memory of attention in a ring is measured for the trainer (MEM-1), and has no formula for published models.
 
 ## Experts
 

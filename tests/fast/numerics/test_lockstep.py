@@ -1,5 +1,6 @@
 """Functions in lockstep meet, share contexts, and end together when one of them raises."""
 
+from functools import partial
 from threading import get_ident
 
 import pytest
@@ -14,7 +15,7 @@ def test_members_exchange_at_each_meeting() -> None:
         first = lockstep.meet(member, member)
         return first, lockstep.meet(member, 10 * first)
 
-    assert lockstep.run([lambda member=member: twice(member) for member in range(3)]) == [(2, 0), (1, 10), (0, 20)]
+    assert lockstep.run([partial(twice, member) for member in range(3)]) == [(2, 0), (1, 10), (0, 20)]
 
 
 def test_the_error_of_a_member_ends_all() -> None:
