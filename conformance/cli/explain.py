@@ -166,7 +166,7 @@ def _facts(location: Location) -> Mapping[str, str]:
 def _judged(case: Case, store: RecordStore, machine: Machine) -> Judged:
     asserted = asserted_laws()[case.law]
     if store.subject is not None:
-        importlib.import_module("conformance.subjects.session").require_judgeable(store)
+        importlib.import_module("conformance.subjects.session").require_judgeable(store, runs_cases=False)
     judged = judge(case, asserted.law, asserted.test, store, machine=machine)
     if judged.verdict == Verdict.UNSUPPORTED:
         raise UsageError(f"{case.id} cannot be judged here: {judged.reason}")

@@ -14,6 +14,7 @@ from conformance.cli.loop_file import write_for
 from conformance.cli.waive import LASTS_DAYS, accepted_entries
 from conformance.judge.accepted import accept, require_day
 from conformance.project import require_checkout
+from conformance.pytest_plugin.options import EXPLAIN_S, FAST_EXPLAIN_S
 from conformance.report.schema import Report, read_report
 from conformance.report.text import short_markdown
 from conformance.report.wording import counted
@@ -81,7 +82,7 @@ def add_parser(commands: Commands) -> None:
         "--explain",
         type=float,
         metavar="SECONDS",
-        help="time to search where failures begin; 0: none (default: 30)",
+        help=f"time to search where failures begin; 0: none (default: {EXPLAIN_S}, with --fast {FAST_EXPLAIN_S})",
     )
     parser.add_argument("--keep", action="store_true", help="keep the verdicts in docs/subjects, in a checkout")
     parser.add_argument("--json", action="store_true", help="print report.json instead of the summary")

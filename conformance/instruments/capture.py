@@ -100,10 +100,16 @@ class Capture(Observer):
             self._add(f"initial/gathered/{name}", full(parameter))
         self._state("initial", model, self._parameters(model))
 
-    def gradients(self, model: nn.Module, *, step: int) -> None:
-        """Keep the gradients of a step, and its parameters."""
+    def gradients(self, model: nn.Module, *, step: int, sharded: Mapping[str, Tensor] | None = None) -> None:
+        """Keep the gradients of a step, and its parameters.
+
+        `sharded` are parameters by their names in the model, which may show unsharded ones of networks that another
+        turn trains.
+        """
+        shards = {self._named(name): parameter for name, parameter in (sharded or {}).items()}
         for name, parameter in self._parameters(model):
-            self._add(f"step{step}/parameter/{name}", parameter)
+            is_shown = self._is_trained(name, step) or name not in shards
+            self._add(f"step{step}/parameter/{name}", parameter if is_shown else shards[name])
             if parameter.grad is not None and self._is_trained(name, step):
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 

@@ -14,6 +14,7 @@ from conformance.report.location import Code, Location
 
 _RANK = re.compile(r"^--- rank (\d+) ", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+_THREAD = re.compile(r"^.*[Tt]hread 0x.*$", re.MULTILINE)
 _ISSUERS = ("distributed_c10d.py", "_functional_collectives.py")
 
 
@@ -79,8 +80,10 @@ def waiting_ranks(failure: Failure) -> list[Waiting]:
 
 
 def _frames(text: str) -> list[tuple[str, int, str]]:
-    """Return file, line and function of each frame of a rank's section, the innermost first."""
+    """Return file, line and function of each frame of a rank's section, the innermost first; of its first thread."""
     is_traceback = "Traceback (most recent call last)" in text
+    if not is_traceback:
+        text = "".join(_THREAD.split(text)[:2])
     frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
     return frames[::-1] if is_traceback else frames
 

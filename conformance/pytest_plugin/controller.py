@@ -67,7 +67,9 @@ class Controller:
         """Raise pytest.UsageError for another trainer that cannot be judged."""
         if self._setup.trainer is not None:
             try:
-                _trainer_session().require_judgeable(self._setup.store)
+                _trainer_session().require_judgeable(
+                    self._setup.store, runs_cases=not getattr(self._config.option, "numprocesses", None)
+                )
             except UsageError as error:
                 raise pytest.UsageError(str(error)) from None
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 DEFAULT_PROFILE, DEFAULT_SEED = "pr", "0"
+EXPLAIN_S, FAST_EXPLAIN_S = "30", "8"
+"""Time to search for the first wrong places, and that of a fast session, in all of which a commit waits."""
 SESSION_OPTIONS: dict[str, dict[str, Any]] = {
     "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
     "--budget": {"metavar": "T", "help": "only the first cells, best first, that take this time: 90s, 5m or 1h"},
@@ -45,9 +47,9 @@ SESSION_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)s)",
     },
     "--explain": {
-        "default": "30",
         "metavar": "SECONDS",
-        "help": "time to search for the first wrong places of failures; 0: none (default: %(default)s)",
+        "help": "time to search for the first wrong places of failures; 0: none "
+        f"(default: {EXPLAIN_S}, with --fast {FAST_EXPLAIN_S})",
     },
     "--subject": {
         "metavar": "TRAINER",

@@ -21,7 +21,7 @@ from conformance.plan.matrix import TRAINERS, Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file, module_of
 from conformance.pytest_plugin.cases import cases_of, parse_shard
-from conformance.pytest_plugin.options import DEFAULT_PROFILE, DEFAULT_SEED
+from conformance.pytest_plugin.options import DEFAULT_PROFILE, DEFAULT_SEED, EXPLAIN_S, FAST_EXPLAIN_S
 from conformance.pytest_plugin.values import parse_seconds, parse_seed, require_values
 from conformance.report.diff import Baseline
 from conformance.run import known_trainers
@@ -105,9 +105,12 @@ def read_options(config: pytest.Config) -> SessionSetup:
         matrix = load_matrix(file)
         seed = parse_seed(option.seed)
         deadline_s = parse_seconds("--deadline", option.deadline, positive, "above 0") if option.deadline else None
+        searches = {
+            "shrink": option.shrink,
+            "explain": option.explain or (FAST_EXPLAIN_S if option.fast else EXPLAIN_S),
+        }
         shrink_s, explain_s = (
-            parse_seconds(f"--{name}", getattr(option, name), not_negative, "0 for no search")
-            for name in ("shrink", "explain")
+            parse_seconds(f"--{name}", given, not_negative, "0 for no search") for name, given in searches.items()
         )
         subject = option.subject
         if subject:

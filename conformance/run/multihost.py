@@ -24,7 +24,7 @@ import psutil
 
 from conformance.run.failures import RunFailed, find_cause
 from conformance.run.pool import Pools, require_runnable
-from conformance.run.ranks.messages import RankReport, Task
+from conformance.run.ranks.messages import RankReport, Task, Template
 from reference_trainer.checks import UsageError
 
 ANSWER_S = 15.0
@@ -196,9 +196,9 @@ class SpanningPools:
         self._number = 0
         self._lost: dict[int, str] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, template: Template | None = None) -> None:
         """Start the leader's own rank server."""
-        self._pools.prepare()
+        self._pools.prepare(template)
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run a task as `Pools.run` does; raises AgentsLost if an agent that the task needs is lost."""

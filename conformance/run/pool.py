@@ -16,12 +16,19 @@ from conformance.run.devices.hardware import devices_for
 from conformance.run.devices.leases import Lease, LeaseError, Leases, processor_slots
 from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cause
 from conformance.run.ranks.client import ServerProcess
-from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
+from conformance.run.ranks.messages import (
+    MAX_WORLD_SIZE,
+    RankContext,
+    RankReport,
+    Task,
+    Template,
+    require_json_like,
+)
 from conformance.run.ranks.preload import EXPERIMENTS
 from conformance.run.world import World
 from conformance.sim.building import LIBRARY_VARIABLE
 
-__all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
+__all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task", "Template"]
 
 MAX_WARM_RANKS = 16
 IDLE_LIMIT_S = 30.0  # forking ranks again takes a tenth of a second; each rank has 50 to 100 MiB of its own
@@ -63,8 +70,8 @@ class RunsTasks(Protocol):
     """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
     max_world_size: int
 
-    def prepare(self) -> None:
-        """Start the processes that the first task needs."""
+    def prepare(self, template: Template | None = None) -> None:
+        """Start the processes that the first task needs, or that the first one with a template needs."""
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run a task on all ranks of a world; returns the results in the order of the ranks."""
@@ -108,9 +115,11 @@ class Pools:
         self.trained_s = 0.0
         """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
 
-    def prepare(self) -> None:
-        """Start the rank server, which loads torch while the worker does something else."""
-        self._running_server()
+    def prepare(self, template: Template | None = None) -> None:
+        """Start the rank server, which loads torch while the worker does something else, or a template of ranks."""
+        server = self._running_server()
+        if template is not None:
+            server.start_template(template)
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run `task` on `world_size` ranks; returns the results in the order of the ranks.
@@ -194,7 +203,7 @@ class Pools:
             self._make_room(len(ranks))
             lease = self._lease_devices(len(ranks)) if task.accelerated else None
             server = self._running_server()
-            world = World(server, world_size=world_size, ranks=ranks, lease=lease, compiles=task.compiles)
+            world = World(server, world_size=world_size, ranks=ranks, lease=lease, task=task)
         self._pools[key] = world
         return world
 

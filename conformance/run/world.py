@@ -24,8 +24,9 @@ class World:
     """Rank processes that serve one task after another, until a task fails or leaves something behind."""
 
     def __init__(
-        self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None, compiles: bool = False
+        self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None, task: Task | None = None
     ) -> None:
+        """`task` is the first one, which tells the modules and the template that its ranks need."""
         self._server = server
         self._lease = lease
         self._directory = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=server.directory))
@@ -36,7 +37,12 @@ class World:
         self._ranks: list[RankHandle] = []
         try:
             self._ranks = server.start(
-                ranks, world_size=world_size, directory=self._directory, lease=lease, compiles=compiles
+                ranks,
+                world_size=world_size,
+                directory=self._directory,
+                lease=lease,
+                compiles=task is not None and task.compiles,
+                template=task.template if task else None,
             )
             self._await_start()
         except BaseException:

@@ -81,8 +81,19 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def clip_with_torch(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients with `torch.nn.utils.clip_grad_norm_`; returns their norm before, a scalar."""
-    return clip_grad_norm_(parameters, max_norm)
+    """Clip gradients with `torch.nn.utils.clip_grad_norm_`; returns their norm before, a scalar.
+
+    Raises SubjectMistake, with advice, for gradients on several meshes, which torch refuses.
+    """
+    try:
+        return clip_grad_norm_(parameters, max_norm)
+    except RuntimeError as error:
+        if "same mesh" not in str(error):
+            raise
+        raise SubjectMistake(
+            f"torch.nn.utils.clip_grad_norm_ refuses gradients on several meshes ({str(error).splitlines()[0]}): "
+            "declare clip=, the function of parameters and a limit by which you clip"
+        ) from error
 
 
 @dataclass(frozen=True)

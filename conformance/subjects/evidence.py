@@ -248,6 +248,12 @@ def fsdp_collectives(
     return [c for c in chosen if c.is_of_fsdp and c.group == group.name and c.phase in ("forward", "backward")]
 
 
+def unsharded_before(facts: SubjectFacts, step: int) -> list[str]:
+    """Return the parameters that another turn has left gathered when a step begins, with the weights of the step."""
+    prefix = f"step{step - 1}: "
+    return [entry.removeprefix(prefix) for entry in facts.unsharded_for_others if entry.startswith(prefix)]
+
+
 def gathers_between_steps(facts: SubjectFacts, group: FsdpGroup, *, step: int) -> list[Collective]:
     """Return the gathers of FSDP over a group between a step and the one before, with the weights of the step."""
     chosen = [c for c in facts.collectives if (c.step, c.kind) == (step - 1, GATHER) and c.phase in ("build", "idle")]

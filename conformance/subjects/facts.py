@@ -129,6 +129,9 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     """Calls of the modules with which FSDP2 shards each parameter, by step."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
+    unsharded_for_others: list[str] = []
+    """Parameters that are not sharded when another turn's optimizer steps, as `unsharded`: their weights are those of
+    now, and their own turn may compute with them."""
     written: dict[str, Line] = {}
     """Line of the trainer that last wrote each parameter and buffer when the model was built; only of a tapped run."""
     sharding: list[Line] = []
@@ -324,6 +327,8 @@ class Description(msgspec.Struct, frozen=True):
     """Steps of a run that are one training step, see `conformance.subjects.turns`."""
     refused: dict[str, str] = {}
     """Reasons of the subject to refuse cells, by the cell's id."""
+    loads_alike: bool = False
+    """True if ranks can be forks of a process that has loaded the subject, see `conformance.subjects.loading`."""
 
 
 class DescribeJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,6 +187,13 @@ class StepFormulas:
             told = f"the mean of the micro-batches' means over their own {_joined(every)} {self.noun}"
             gradients = self._weighted(lambda rank, index: 1.0 / (len(every) * max(counts[rank][index], 1)))
             yield self._formula("micro-batch-means", told, gradients)
+        places = [sum(each) for each in zip(*counts, strict=True)]
+        if len(set(places)) > 1:
+            told = (
+                f"the mean of the means of {len(places)} micro-batches, over {_joined(places)} {self.noun} of all ranks"
+            )
+            gradients = self._weighted(lambda _rank, index: 1.0 / (len(places) * max(places[index], 1)))
+            yield self._formula("micro-batch-means-of-all", told, gradients)
 
     def _lost_micro_batches(self) -> Iterator[Formula]:
         places = {"last": self.micro_batches - 1, "first": 0} if self.micro_batches > 1 else {}
@@ -302,5 +309,5 @@ def _below(named: Tensors, prefix: str) -> Tensors:
 
 
 def _joined(numbers: Sequence[float]) -> str:
-    *first, last = map(str, numbers)
+    *first, last = (f"{number:.10g}" for number in numbers)
     return f"{', '.join(first)} and {last}" if first else last

@@ -137,6 +137,7 @@ class SubjectRecorder:
         self._gathered: dict[str, ShardedParameter] = {}
         self._below_fsdp: set[str] = set()
         self._unsharded: list[str] = []
+        self._unsharded_for_others: list[str] = []
         self._phase: Phase = "build"
         self._calls: Counter[str] = Counter()
         self._step_calls: dict[int, tuple[Counter[str], Counter[str]]] = {}
@@ -318,11 +319,11 @@ class SubjectRecorder:
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients."""
-        if not step and hasattr(self._run, "is_trained"):
+        if not step:
             named = [self._named(name) for name, each in model.named_parameters() if each.grad is not None]
-            self._by_products = [name for name in named if not self._run.is_trained(name, step)]
+            self._by_products = [name for name in named if not self._is_trained(name, step)]
         with self.unseen(), torch.no_grad():
-            self._capture.gradients(model, step=step)
+            self._capture.gradients(model, sharded=self._sharded, step=step)
             self._dtypes.gradients(model, step=step)
         if self._before_clip is None:
             self._before_clip = self._collectives.count()
@@ -342,7 +343,15 @@ class SubjectRecorder:
             self._norms += [] if norm is None else [scalar(known)]
             self._capture.clipped(model, norm=known, step=step)
             layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
-        self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
+        for name, layout in layouts.items():
+            if layout != self._parameters.get(name):
+                found = self._unsharded if self._is_trained(name, step) else self._unsharded_for_others
+                found.append(f"step{step}: {name}")
+
+    def _is_trained(self, name: str, step: int) -> bool:
+        """Return whether the optimizer that steps in a step has a parameter, where several take turns."""
+        told = getattr(self._run, "is_trained", None)
+        return told is None or bool(told(name, step))
 
     @torch.no_grad()
     def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
@@ -381,6 +390,7 @@ class SubjectRecorder:
             first_backward=list(self._first_backward.values()),
             calls=[StepCalls(dict(first), dict(total)) for first, total in self._step_calls.values()],
             unsharded=self._unsharded,
+            unsharded_for_others=self._unsharded_for_others,
             written=self._written,
             sharding=self._writers.sharding if self._writers else [],
             accelerator=self._accelerator.facts() if self._accelerator else None,

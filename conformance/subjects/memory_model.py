@@ -30,7 +30,14 @@ import torch
 
 from conformance.instruments.fsdp_state import GroupSettings
 from conformance.outcomes import Unsupported
-from conformance.subjects.evidence import GATHER, Evidence, fsdp_groups, gathers_between_steps, members
+from conformance.subjects.evidence import (
+    GATHER,
+    Evidence,
+    fsdp_groups,
+    gathers_between_steps,
+    members,
+    unsharded_before,
+)
 from conformance.subjects.facts import ActivationMemory, AllocatorFacts, ShardedParameter, SubjectFacts
 
 NUMBERS_BYTES = 64
@@ -75,7 +82,8 @@ def rooms(evidence: Evidence, facts: SubjectFacts, memory: AllocatorFacts, step:
     backward = forward + own.gradient_bytes + buffers.replicated_bytes
     most = max(own.backward_bytes + buffers.backward(), own.held_bytes + buffers.end_of_backward())
     yield PhaseRoom("backward", forward + own.held_bytes, backward + most + in_flight)
-    clip = others + own.gradient_bytes
+    left = {*unsharded_before(facts, step + 1)}  # by a network of another turn, whose root stays as it has computed
+    clip = others + own.gradient_bytes + sum(g.unsharded_bytes for g in facts.groups if left & {*g.names})
     yield PhaseRoom("clip", clip, clip + own.trained_bytes + in_flight)
     state = _OPTIMIZER_COPIES * own.trained_bytes + own.state_bytes + _full_tensors_bytes(evidence, facts, step)
     yield PhaseRoom("optimizer", clip, clip + state + in_flight)

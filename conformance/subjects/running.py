@@ -18,7 +18,7 @@ from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
 from conformance.run.devices.hardware import device_type
 from conformance.run.failures import RunFailed
-from conformance.run.pool import Task
+from conformance.run.pool import Task, Template
 from conformance.run.ranks.messages import RankReport
 from conformance.run.record import Header, RecordFile, read_failures, read_record, read_results, write_results
 from conformance.run.store import Clock, RecordStore
@@ -283,6 +283,7 @@ class SubjectRuns:
                 {**payload, "directory": str(directory)},
                 kind=kind,
                 accelerated=device_type(header.substrate) == "cuda",
+                template=None if header.alone else self._template(header.substrate),
             )
             try:
                 results = self._results(task, header, world_size=world_size)
@@ -297,6 +298,20 @@ class SubjectRuns:
             return RecordFile(header=header)
 
         return self.store.run(header, execute, self.clock)
+
+    def prepare(self) -> None:
+        """Start the process of which ranks are forks, which loads the subject while this one does something else."""
+        template = self._template(self._substrate(1))
+        if template is not None:
+            self.store.pools.prepare(template)
+
+    def _template(self, substrate: Substrate) -> Template | None:
+        """Return the process that loads the subject once, of which ranks on processors are forks, if they can be."""
+        if device_type(substrate) != "cpu" or not self._described.loads_alike:
+            return None
+        return Template(
+            f"{_TASKS}:load", self.subject, {**self.store.hardware.environment(substrate), **_UNDER_TORCHRUN}
+        )
 
     def _results(self, task: Task, header: Header, *, world_size: int) -> list[Any]:
         """Return the results of a task's ranks; a trainer that raises in used processes is tried in fresh ones."""

@@ -21,11 +21,16 @@ from conformance.subjects.running import FreshProcesses, SubjectRuns
 from reference_trainer.checks import UsageError
 
 
-def require_judgeable(store: RecordStore) -> None:
-    """Raise UsageError, with one line, for a trainer that cannot be loaded or whose model is no reference."""
+def require_judgeable(store: RecordStore, *, runs_cases: bool) -> None:
+    """Raise UsageError, with one line, for a trainer that cannot be loaded or whose model is no reference.
+
+    `runs_cases` is True for a process that will run the trainer, and not only its workers.
+    """
     runs = SubjectRuns(store)
     try:
         runs.description()
+        if runs_cases:
+            runs.prepare()
         runs.reference(TRAINER_CELLS[0])
     except CellFailed as failed:
         raise UsageError(failed.failure.reason) from None
@@ -77,11 +82,12 @@ def faults_seen(
     """Yield the laws that see each fault, of those that hold, on one cell of each mesh; see `_shown_on`.
 
     A run that ends early shows nothing about the laws, nor does a fault all of whose laws fail without it; after a run
-    that hung no fault is tried, and none all of whose laws are unsupported, or speak of no cell of the mesh.
+    that hung no fault is tried, and none all of whose laws are unsupported there, or speak of no cell of the mesh.
     """
     passed = [result for result in results if result.verdict == Verdict.PASS]
+    judged_results = [result for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)]
     substrates = {result.substrate for result in passed}
-    told = {result.law for result in results if result.verdict in (Verdict.PASS, Verdict.FAIL)}
+    told = {result.law for result in judged_results}
     ran = [cell_from_id(cell).facts() for cell in {result.cell for result in passed}]
     told |= {law for law, asserted in asserted_laws().items() if any(map(asserted.law.scope.gap, ran))}
     takes_turns = SubjectRuns(store).description().turns > 1
@@ -101,7 +107,9 @@ def faults_seen(
             holding = [result.law for result in passed if result.cell == cell.id]
             failing = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.FAIL]
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
-            holding += _holding_in_gaps(fault, cell, results, store, trainer, machine)
+            holding += _holding_in_gaps(fault, cell, judged_results, store, trainer, machine)
+            if not {*fault.laws} & {*holding, *failing}:
+                continue
             judged = _judged(holding, cell, faulty, trainer, machine)
             seen = [
                 entry.case.law
@@ -131,7 +139,8 @@ def _holding_in_gaps(
 ) -> list[str]:
     """Return the laws that must see a fault and hold on a cell that they leave out, because another cell shows as much.
 
-    They are judged there only if the session has judged none of the fault's laws on the cell's mesh.
+    They are judged there only if the session has judged none of the fault's laws on the cell's mesh, as when the runs
+    of all cells that they speak of have raised; `results` are those that were judged.
     """
     if any(result.law in fault.laws and cell_from_id(result.cell).mesh == cell.mesh for result in results):
         return []

@@ -25,11 +25,12 @@ from conformance.instruments.saved_tensors import SavedTensors
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.instruments.writers import Writers
+from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.sim import device as simulated
-from conformance.subjects import reference
+from conformance.subjects import loading, reference
 from conformance.subjects.accelerator import AcceleratorLog
 from conformance.subjects.activations import activation_memory, optimizer_bytes
 from conformance.subjects.cells import Accumulation, SubjectCell, Workload, subject_cell
@@ -80,7 +81,8 @@ WEIGHTS_FILE = "weights.safetensors"
 def describe(context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that a DescribeJob names."""
     job = msgspec.convert(payload, DescribeJob)
-    subject = _loaded(context, job.subject)
+    with loading.noted() as noted:
+        subject = _loaded(context, job.subject)
     accumulation: Accumulation = getattr(subject, "accumulation", "any")
     turns = len(turns_of(subject))
     refusals = {
@@ -96,8 +98,15 @@ def describe(context: RankContext, payload: dict[str, Any]) -> Any:
         accumulation=accumulation,
         turns=turns,
         refused={name: reason for name, reason in refusals.items() if reason is not None},
+        loads_alike=noted.is_same_on_all_ranks,
     )
     return msgspec.to_builtins(description)
+
+
+def load(name: str) -> None:
+    """Load a subject in a process of which ranks will be forks, as each of them would on processors."""
+    pin_numerics("cpu")
+    load_subject(name)
 
 
 def _loaded(context: RankContext, name: str) -> Subject:

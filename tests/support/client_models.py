@@ -397,6 +397,14 @@ policy = declare_policy(model=Policy, tied_model=Policy)(shard_layers)
 untied_policy = declare_policy(model=partial(Policy, tied=False))(shard_layers)
 
 
+@declare_policy(model=partial(Policy, tied=False), tied_model=Policy)
+def policy_with_a_group_for_its_head(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Make a group of the head, as verl does: it is never called, so that its weight stays a shard."""
+    if model.head.weight is not model.embedding.weight:
+        fully_shard(model.head, mesh=mesh, **config.policies)
+    shard_layers(model, mesh, config)
+
+
 # Mixture of experts whose own loop clips by a norm of its own
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import softplus
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -91,6 +92,21 @@ def gather_again(layer: Any, _inputs: Any) -> None:
     layer.unshard()
 
 
+class WholeNetworks(Trainer):
+    """Trainer of networks that are one group each, which stays gathered after a forward pass without gradients."""
+
+    def shard(self, network: Any) -> None:
+        fully_shard(network, mesh=self.mesh, mp_policy=self.config.mixed_precision)
+
+
+class KeptWhole(WholeNetworks):
+    """Trainer whose networks stay gathered when their own optimizer steps."""
+
+    def shard(self, network: Any) -> None:
+        super().shard(network)
+        network.set_reshard_after_backward(False)
+
+
 class GeneratorFirst(Trainer):
     def train_step(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
         yield self.turn("generator", loss_of_generator, micro_batches)
@@ -152,6 +168,7 @@ def loop(trainer: type[Trainer], **options: Any) -> Any:
 right, nothing_forgotten, not_detached = loop(Trainer), loop(NothingForgotten), loop(NotDetached)
 not_reduced, generator_first, gathered_twice = loop(NotReduced), loop(GeneratorFirst), loop(GatheredTwice)
 one_forgotten = loop(OneForgotten)
+whole_networks, kept_whole = loop(WholeNetworks), loop(KeptWhole)
 discriminator_steps, discriminator_steps_later = loop(DiscriminatorSteps), loop(DiscriminatorStepsLater)
 other_clipped = loop(OtherClipped)
 scheduled, schedule_not_loaded, moments_not_loaded = (

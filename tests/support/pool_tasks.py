@@ -236,3 +236,21 @@ def compile_a_square(context: RankContext, payload: dict[str, Any]) -> dict[str,
     result = square(torch.tensor(3.0)).item()
     torch.compiler.reset()
     return {"preloaded": preloaded, "result": result}
+
+
+_called: list[str] = []
+
+
+def note_call(argument: str) -> None:
+    """Call of a template: note the argument where ranks find it, write it into the file that it names, or raise."""
+    if argument == "raise":
+        raise_error()
+    _called.append(argument)
+    with Path(argument).open("a") as file:
+        file.write(f"{os.getpid()} {os.environ.get('SOME_SWITCH')}\n")
+    os.chdir("/")
+
+
+def found_call(_context: RankContext, _payload: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of all calls of templates that this rank knows, and its place."""
+    return {"called": list(_called), "parent": os.getppid(), "pid": os.getpid(), "home": os.getcwd()}

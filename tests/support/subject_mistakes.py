@@ -181,6 +181,9 @@ def warmup(options: dict[str, int]) -> int:
 
 local_tokens = mistaken(scale=lambda _loop, counts, _index, _total: 1.0 / sum(counts))
 micro_batch_means = mistaken(scale=lambda _loop, counts, index, _total: 1.0 / counts[index] / len(counts))
+means_of_all_ranks = mistaken(
+    scale=lambda loop, counts, index, _total: loop.data.ranks / loop.data.total(counts[index]) / len(counts)
+)
 not_divided_by_micro_batches = mistaken(scale=lambda _loop, counts, index, _total: 1.0 / counts[index])
 sum_of_ranks = mistaken(scale=lambda loop, _counts, _index, total: loop.data.ranks**2 / total)
 divided_twice = mistaken(scale=lambda _loop, _counts, _index, total: 1.0 / total)  # FSDP averages over ranks

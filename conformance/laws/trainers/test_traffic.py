@@ -28,6 +28,7 @@ from conformance.subjects.evidence import (
     members,
     replica_groups,
     shard_group_names,
+    unsharded_before,
 )
 from conformance.subjects.facts import SubjectFacts
 
@@ -45,7 +46,8 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
 
     Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since. Parameters that FSDP2
     does not shard, as experts that each rank has some of, are not gathered. What is gathered since the optimizer has
-    stepped, as by an evaluation, which leaves the root unsharded, may be used.
+    stepped, as by an evaluation, which leaves the root unsharded, may be used, and so may a network that another turn
+    has computed without gradients.
 
     Where optimizers take turns, parameters that get no gradient in a turn are gathered forward alone, and one group
     more for each turn, see `_ahead`.
@@ -56,7 +58,7 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
         least = group.numel({*calls.first, *unseen})
         most = group.numel_by_calls(group.shard_numels, calls.first, unseen=1)
         first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
-        before = _numel(gathers_between_steps(facts, group, step=step))
+        before = _numel(gathers_between_steps(facts, group, step=step)) + group.numel(unsharded_before(facts, step))
         least -= min(before, least)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), least, most, name=name, detail=detail, unit="elements of shards")

@@ -34,6 +34,8 @@ from conformance.run.ranks.messages import (
     RankFiles,
     RankReport,
     StartRanks,
+    StartTemplate,
+    Template,
     read_head,
     read_tail,
 )
@@ -45,6 +47,8 @@ END_LIMIT_S = 10.0
 DATAGRAM_BYTES = 65536
 
 # The frames of a rank below the task's function are the same in every stack and carry no information.
+_DUMP_BYTES = 8 * STACK_BYTES
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 FRAMES_BELOW_TASK = re.compile(r'^  File ".*run/ranks/process\.py", line \d+ in _call\n(  File .*\n)*', re.MULTILINE)
 
 
@@ -93,7 +97,9 @@ class RankHandle:
         Diagnostics are the end of the rank's output, the stacks of a rank that did not end its task, and the last
         collectives of a rank whose flight recorder has dumped them.
         """
-        stack = read_head(self.files.stack, size_bytes=STACK_BYTES) if report.state in ("hung", "died") else ""
+        stack = ""
+        if report.state in ("hung", "died"):
+            stack = task_first(read_head(self.files.stack, size_bytes=_DUMP_BYTES))[:STACK_BYTES]
         collectives = "" if report.state == "finished" else summary(self.files.flight)
         return msgspec.structs.replace(
             report, stack=FRAMES_BELOW_TASK.sub("", stack), collectives=collectives, output_tail=self.output_tail()
@@ -156,15 +162,31 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches the owner only
             )
 
+    def start_template(self, template: Template) -> None:
+        """Start a template, which makes its call while this process does something else."""
+        self._ask(StartTemplate(template))
+
     def start(
-        self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None, compiles: bool = False
+        self,
+        ranks: range,
+        *,
+        world_size: int,
+        directory: Path,
+        lease: Lease | None,
+        compiles: bool = False,
+        template: Template | None = None,
     ) -> list[RankHandle]:
         """Fork these ranks of a world; each holds the lease too and has one of its devices."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
         slots, locks = (lease.slots, lease.fds) if lease else ((), ())
         devices = tuple(slots[index % len(slots)] for index in range(len(ranks))) if slots else ()
         request = StartRanks(
-            list(ranks), world_size=world_size, directory=str(directory), devices=devices, compiles=compiles
+            list(ranks),
+            world_size=world_size,
+            directory=str(directory),
+            devices=devices,
+            compiles=compiles,
+            template=template,
         )
         pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []
@@ -191,7 +213,7 @@ class ServerProcess:
             self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _ask(self, request: StartRanks | KillRanks, *, fds: Sequence[int] = ()) -> list[Any]:
+    def _ask(self, request: StartRanks | StartTemplate | KillRanks, *, fds: Sequence[int] = ()) -> list[Any]:
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], fds)
             answer = self._control.recv(DATAGRAM_BYTES)
@@ -205,6 +227,19 @@ class ServerProcess:
             self.close()
             raise
         return msgspec.json.decode(answer, type=list[Any])
+
+
+def task_first(dump: str) -> str:
+    """Return a dump of all threads by `faulthandler` in which the one that performs the task comes first.
+
+    It is the current one, or else the oldest one, which the dump tells last: a progress bar has threads, too.
+    """
+    before, *threads = _THREAD.split(dump)
+    if len(threads) < 2:
+        return dump
+    ended = [thread if thread.endswith("\n\n") else f"{thread.rstrip()}\n\n" for thread in threads]
+    current = next((thread for thread in ended if thread.startswith("Current")), ended[-1])
+    return "".join([before, current, *(thread for thread in ended if thread is not current)])
 
 
 def dump_stacks(ranks: Iterable[RankHandle]) -> None:

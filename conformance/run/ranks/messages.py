@@ -27,6 +27,16 @@ OUTPUT_TAIL_BYTES = 4096
 STACK_BYTES = 16384
 
 
+class Template(msgspec.Struct, frozen=True):
+    """Process that calls `function(argument)` once, and of which ranks are forks: they need not make the call again."""
+
+    function: str
+    """Name of the function, `package.module:function`."""
+    argument: str
+    env: dict[str, str]
+    """Environment variables of the call, beside those of the rank server."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """Function that each rank of a world calls as `function(context, payload)`."""
 
@@ -39,6 +49,8 @@ class Task(msgspec.Struct, frozen=True):
     """True if each rank needs a device, which ranks may have to share."""
     compiles: bool = False
     """True if ranks compile: the rank server imports the compiler once, instead of each rank."""
+    template: Template | None = None
+    """Process of which ranks are forks, unless its call fails; None for the rank server itself."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,14 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Device of each rank, or an empty tuple."""
     compiles: bool = False
     """True if the server shall import the compiler before it forks the ranks."""
+    template: Template | None = None
+    """Process that shall fork the ranks; None for the server itself."""
+
+
+class StartTemplate(msgspec.Struct, frozen=True, tag=True):
+    """Request to the rank server: start a template, without waiting for its call."""
+
+    template: Template
 
 
 class KillRanks(msgspec.Struct, frozen=True, tag=True):

@@ -131,7 +131,7 @@ class Rank:
         task = assignment.task
         trained_before_s = TRAINING.total_s
         try:
-            value = _find_function(task.function)(context, task.payload)
+            value = find_function(task.function)(context, task.payload)
             require_json_like(value, where=f"the result of {task.function}")
         except SystemExit as request:
             _exit_early(request)
@@ -259,7 +259,8 @@ def _has_children() -> bool:
     return True
 
 
-def _find_function(name: str) -> Any:
+def find_function(name: str) -> Any:
+    """Return the function with this name, `package.module:function`."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 

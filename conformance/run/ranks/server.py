@@ -16,22 +16,24 @@ import shutil
 import signal
 import socket
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
 
-from conformance.run.ranks.messages import MAX_WORLD_SIZE, KillRanks, StartRanks
+from conformance.run.ranks.messages import MAX_WORLD_SIZE, KillRanks, StartRanks, StartTemplate, Template
 from conformance.run.ranks.preload import preload, preload_compiler
-from conformance.run.ranks.process import Rank
+from conformance.run.ranks.process import Rank, end_with_parent, find_function
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 REQUEST_BYTES = 65536
 DEATH_LIMIT_S = 2.0
 GENERATIONS = 16
+TEMPLATE_LIMIT_S = 90.0
+"""Time for the call of a template, less than the owner of the server waits for its ranks."""
 
 
 def main(control_fd: int, directory: str, tasks: str) -> NoReturn:
@@ -39,7 +41,7 @@ def main(control_fd: int, directory: str, tasks: str) -> NoReturn:
 
     `tasks` tell which modules ranks need, see `preload`.
     """
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans()
     preload(tasks)
     # Ranks share the pages of modules loaded so far, and their garbage collections skip it.
     gc.collect()
@@ -62,33 +64,54 @@ class RankServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ranks: set[int] = set()
+        self._templates: dict[bytes, TemplateProcess] = {}
 
     def serve(self) -> None:
         """Answer each request with a list of process ids, or of exit codes (null for a rank that does not die)."""
-        decoder = msgspec.json.Decoder(StartRanks | KillRanks)
+        decoder = msgspec.json.Decoder(StartRanks | StartTemplate | KillRanks)
         while True:
             data, fds, _, _ = socket.recv_fds(self._control, REQUEST_BYTES, 2 * MAX_WORLD_SIZE)
             if not data:
                 return
-            request = decoder.decode(data)
-            answer = self._kill_and_reap(request.pids) if isinstance(request, KillRanks) else self._start(request, fds)
-            self._control.send(msgspec.json.encode(answer))
+            self._control.send(msgspec.json.encode(self._answer(decoder.decode(data), fds)))
 
     def kill_and_reap_all(self) -> None:
-        """Kill all ranks with their descendants."""
+        """Kill all ranks with their descendants, and all templates."""
         self._kill_and_reap(list(self._ranks))
+        for template in self._templates.values():
+            template.end()
+
+    def _answer(self, request: StartRanks | StartTemplate | KillRanks, fds: list[int]) -> list[int] | list[int | None]:
+        if isinstance(request, KillRanks):
+            return self._kill_and_reap(request.pids)
+        if isinstance(request, StartTemplate):
+            self._template(request.template)
+            return []
+        try:
+            return self._start(request, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _start(self, request: StartRanks, fds: list[int]) -> list[int]:
         """Fork ranks, which alone keep the locks open and so hold their devices until they die."""
+        pids = self._template(request.template).start(request, fds) if request.template else None
+        if pids is not None:
+            return pids
         if request.compiles:
             preload_compiler()
             gc.freeze()
         channels = fds[: len(request.ranks)]
         pids = [self._fork(request, index, channels=channels) for index in range(len(channels))]
         self._ranks.update(pids)
-        for fd in fds:
-            os.close(fd)
         return pids
+
+    def _template(self, wanted: Template) -> "TemplateProcess":
+        key = msgspec.json.encode(wanted)
+        if key not in self._templates:
+            inherited = [self._control, *(template.control for template in self._templates.values())]
+            self._templates[key] = TemplateProcess(wanted, inherited)
+        return self._templates[key]
 
     def _fork(self, request: StartRanks, index: int, *, channels: list[int]) -> int:
         pid = os.fork()
@@ -98,7 +121,8 @@ class RankServer:
 
     def _become_rank(self, request: StartRanks, index: int, *, channels: list[int]) -> NoReturn:
         try:
-            self._control.close()
+            for each in (self._control, *(template.control for template in self._templates.values())):
+                each.close()
             for fd in channels[:index] + channels[index + 1 :]:
                 os.close(fd)
             process = Rank(
@@ -114,6 +138,9 @@ class RankServer:
             os._exit(1)
 
     def _kill_and_reap(self, pids: list[int]) -> list[int | None]:
+        owner = next((each for each in self._templates.values() if each.ranks.intersection(pids)), None)
+        if owner is not None:
+            return owner.kill_and_reap(pids)
         if not self._ranks.issuperset(pids):
             raise ValueError("a process that is not (or no longer) our child must not be killed by its id")
         for pid in pids:
@@ -125,11 +152,92 @@ class RankServer:
 
     def _kill_orphans(self) -> None:
         """Kill descendants that left the group of an ended rank; each kill may hand over the next generation."""
+        ours = self._ranks.union(template.pid for template in self._templates.values())
         for _ in range(GENERATIONS):
-            orphans = [child for child in psutil.Process().children() if child.pid not in self._ranks]
+            orphans = [child for child in psutil.Process().children() if child.pid not in ours]
             if not orphans:
                 return
             _end(orphans)
+
+
+class TemplateProcess:
+    """Fork of the rank server, as the server sees it, that makes the call of a template and then forks ranks itself.
+
+    It is a rank server whose owner is this one, and ends with it. A template that fails serves nothing more.
+    """
+
+    def __init__(self, template: Template, inherited: Iterable[socket.socket]) -> None:
+        """Fork it; `inherited` are sockets of this process that it must not keep open."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(TEMPLATE_LIMIT_S)
+        self.ranks: set[int] = set()
+        self._failed = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_template(template, theirs, [self.control, *inherited])
+        theirs.close()
+
+    def start(self, request: StartRanks, fds: Sequence[int]) -> list[int] | None:
+        """Return the process ids of the ranks that the template has forked; None if it has failed."""
+        pids: list[int] | None = self._ask(msgspec.structs.replace(request, template=None), fds)
+        self.ranks.update(pids or ())
+        return pids
+
+    def kill_and_reap(self, pids: list[int]) -> list[int | None]:
+        """Kill ranks of the template; returns the exit code of each rank (None: unknown)."""
+        exit_codes: list[int | None] | None = self._ask(KillRanks(pids=pids), ())
+        self.ranks.difference_update(pids)
+        return [None] * len(pids) if exit_codes is None else exit_codes
+
+    def end(self) -> None:
+        """End the template, which first ends its ranks."""
+        self.control.close()
+        with suppress(ChildProcessError):
+            if not _is_gone(self.pid, limit_s=DEATH_LIMIT_S):
+                os.kill(self.pid, signal.SIGKILL)  # and the kernel its ranks
+            os.waitpid(self.pid, 0)
+
+    def _ask(self, request: StartRanks | KillRanks, fds: Sequence[int]) -> Any:
+        if self._failed:
+            return None
+        try:
+            socket.send_fds(self.control, [msgspec.json.encode(request)], fds)
+            answer = self.control.recv(REQUEST_BYTES)
+        except OSError:
+            answer = b""
+        if not answer:
+            self._failed = True
+            os.kill(self.pid, signal.SIGKILL)  # ours until we have waited for it, in `end`
+            return None
+        return msgspec.json.decode(answer)
+
+
+def _become_template(template: Template, control: socket.socket, inherited: Iterable[socket.socket]) -> NoReturn:
+    try:
+        for each in inherited:
+            each.close()
+        end_with_parent()
+        _adopt_orphans()
+        home = Path.cwd()
+        os.environ.update(template.env)
+        find_function(template.function)(template.argument)
+        os.chdir(home)
+        gc.collect()
+        gc.freeze()
+        server = RankServer(control)
+        try:
+            server.serve()
+        finally:
+            server.kill_and_reap_all()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends (a "child subreaper")."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_group(pid: int) -> None:
@@ -140,10 +248,16 @@ def _kill_group(pid: int) -> None:
 
 def _reap(pid: int) -> int | None:
     """Return the exit code of a killed child (negative: the signal), or None if alive after `DEATH_LIMIT_S`."""
-    pidfd = os.pidfd_open(pid)
-    gone = select.select([pidfd], [], [], DEATH_LIMIT_S)[0]
-    os.close(pidfd)
+    gone = _is_gone(pid, limit_s=DEATH_LIMIT_S)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if gone else None
+
+
+def _is_gone(pid: int, *, limit_s: float) -> bool:
+    """Return whether a child has ended, after this time at most."""
+    pidfd = os.pidfd_open(pid)
+    gone = select.select([pidfd], [], [], limit_s)[0]
+    os.close(pidfd)
+    return bool(gone)
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:

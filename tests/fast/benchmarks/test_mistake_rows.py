@@ -12,7 +12,10 @@ from reference_trainer.checks import UsageError
 
 SETS = {
     folder.name: MistakeSet(folder)
-    for folder in (FOLDER, *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4", "unseen5")))
+    for folder in (
+        FOLDER,
+        *(FOLDER / name for name in ("unseen", "unseen2", "unseen3", "unseen4", "unseen5", "unseen6")),
+    )
 }
 ROWS = [(chosen, name) for chosen, found in SETS.items() for name in found.mistakes]
 LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
@@ -27,6 +30,7 @@ LAWS = {name for name, asserted in asserted_laws().items() if asserted.law.scope
         ("unseen3", 0, 6),
         ("unseen4", 12, 10),
         ("unseen5", 12, 10),
+        ("unseen6", 20, 10),
     ],
 )
 def test_a_set_has_mistakes_in_its_trainers(name: str, mistakes: int, trainers: int) -> None:

@@ -33,5 +33,16 @@ def test_the_rank_that_waits_alone_is_told_first() -> None:
     assert "rank 0 waits in all_reduce" in found.equals
 
 
+def test_other_threads_tell_nothing() -> None:
+    """A progress bar has a thread that waits in no collective."""
+    other = 'Thread 0x1 (most recent call first):\n  File "/home/me/monitor.py", line 69 in run\n'
+    details = "--- rank 0 hung\nstacks of all threads of rank 0:\nCurrent thread 0x2 (most recent call first):\n"
+    details += f'  File "{distributed_c10d.__file__}", line 1 in all_reduce\n\n{other}'
+    found = place_of_hang(failure(details), RANKS)
+    assert found is not None
+    assert "monitor" not in found.equals
+    assert found.quantity == "all_reduce in which ranks wait"
+
+
 def test_ranks_without_stacks_have_no_place() -> None:
     assert place_of_hang(failure("killed"), RANKS) is None

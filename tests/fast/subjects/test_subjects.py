@@ -16,11 +16,12 @@ from conformance.report.text import headline
 from conformance.report.trainer import FaultSeen, Ingredient, RunPolicy, TrainerFacts, trainer_lines
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
-from conformance.subjects import keeping
+from conformance.subjects import decorated, keeping
 from conformance.subjects.cells import reference_cell
 from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.measuring import uninitialised_is_nan
 from conformance.subjects.packages import versions_of
+from conformance.subjects.protocol import SubjectMistake
 from conformance.subjects.running import SubjectRuns
 from tests.support.no_pools import NoPools
 from tests.support.sample_reports import case, report
@@ -201,3 +202,12 @@ def test_packages_are_those_of_the_function_of_a_partial() -> None:
 )
 def test_a_reference_is_in_bf16_where_a_cell_of_its_data_is(cell: str, reference: str) -> None:
     assert reference_cell(cell_from_id(cell)).id == reference
+
+
+def test_gradients_that_torch_does_not_clip_together_are_told_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_unused: object) -> None:
+        raise RuntimeError("All operands in aten.stack.default must have the same mesh, but got two")
+
+    monkeypatch.setattr(decorated, "clip_grad_norm_", refuse)
+    with pytest.raises(SubjectMistake, match=r"refuses gradients on several meshes \(All operands.*: declare clip="):
+        decorated.clip_with_torch([], 1.0)

@@ -10,7 +10,7 @@ import pytest
 from conformance.judge.verdicts import Verdict
 from conformance.laws.trainers.test_any_trainer import test_shards_partition_parameters as shards_partition_parameters
 from conformance.outcomes import ConformanceFailure
-from conformance.plan.matrix import TRAINER_CELLS
+from conformance.plan.matrix import FAST_CELLS, TRAINER_CELLS
 from conformance.run.pool import Pools
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.running import SubjectRuns
@@ -122,6 +122,13 @@ def test_a_wrong_function_fails_by_the_laws_that_see_it(
 ) -> None:
     trainer = judged_trainer(pools, tmp_path, name, BY_ID[cell])
     assert laws <= trainer.failing(), trainer.reasons()
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, *_ in SEEN_BY))
+def test_a_wrong_function_fails_in_a_fast_session(pools: Pools, tmp_path: Path, name: str) -> None:
+    laws = {law for wrong, _, seen_by in SEEN_BY if wrong == name for law in seen_by}
+    trainer = judged_trainer(pools, tmp_path, name, *FAST_CELLS)
+    assert laws & trainer.failing(), trainer.reasons()
 
 
 @pytest.mark.parametrize(

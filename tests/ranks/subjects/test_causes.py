@@ -26,6 +26,7 @@ TIED = "dp2-fp32-default-full-tied"
 FIRST = [
     ("local_tokens", [DP2, ACCUMULATED], "those of the mean of each rank's mean over its own 5 and 1 labels"),
     ("micro_batch_means", [DP2, ACCUMULATED], "the mean of the micro-batches' means over their own 5 and 1 labels"),
+    ("means_of_all_ranks", [ACCUMULATED], "the mean of the means of 2 micro-batches, over "),
     ("not_divided_by_micro_batches", [ACCUMULATED, DP2], "summed over the 2 micro-batches, not averaged"),
     ("sum_of_ranks", [ACCUMULATED], "your gradients are 2 times as large: summed over the 2 ranks, not averaged"),
     ("divided_twice", [DP2, ACCUMULATED], "1/2 of their size: divided by the 2 ranks once too often"),

@@ -42,7 +42,7 @@ class OnProcessors:
     trained_s: float = 0.0
     max_world_size: int = 8
 
-    def prepare(self) -> None:
+    def prepare(self, template: object = None) -> None:
         pass
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:

@@ -13,8 +13,9 @@ LOOPS = "tests.support.gan_loops"
 ACCUMULATED = BY_ID["dp2-fp32-default-full-acc2"]
 
 
-def test_a_right_loop_passes(shared_ranks: Pools, tmp_path: Path) -> None:
-    assert judged_trainer(shared_ranks, tmp_path, f"{LOOPS}:right", DP2, ACCUMULATED).reasons() == set()
+@pytest.mark.parametrize("name", ["right", "whole_networks"])
+def test_a_right_loop_passes(shared_ranks: Pools, tmp_path: Path, name: str) -> None:
+    assert judged_trainer(shared_ranks, tmp_path, f"{LOOPS}:{name}", DP2, ACCUMULATED).reasons() == set()
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ def test_a_right_loop_passes(shared_ranks: Pools, tmp_path: Path) -> None:
         ("not_detached", "gradients"),
         ("not_reduced", "gradients-are-reduced"),
         ("gathered_twice", "parameters-are-gathered"),
+        ("kept_whole", "resharded"),
     ],
 )
 def test_a_mistake_is_seen(shared_ranks: Pools, tmp_path: Path, name: str, law: str) -> None:
