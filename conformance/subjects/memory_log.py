@@ -7,6 +7,7 @@ takes its place.
 import functools
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -229,9 +230,30 @@ def _state_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str
     parameters = [*model.parameters()]
     yield "parameters", parameters
     yield "gradients", [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kept = _tensors(map(_attributes, model.modules()))
-    yield "buffers", [*model.buffers(), *(tensor for tensor in kept if not tensor.requires_grad)]
+    kept = [tensor for tensor in _tensors(map(_attributes, model.modules())) if not tensor.requires_grad]
+    yield "buffers", [*model.buffers(), *_without_full_copies(kept, parameters)]
     yield "optimizer", [*_tensors(optimizer.state.values())]
+
+
+def _without_full_copies(kept: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Leave out tensors that have the shapes of sharded parameters, such as an average of the full weights.
+
+    A mask may have the shape of one weight by chance: copies are those of at least half of all sharded elements.
+    """
+    sharded = [parameter for parameter in parameters if _is_sharded(parameter)]
+    shapes, copies = Counter(parameter.shape for parameter in sharded), set[int]()
+    for tensor in kept:
+        if not isinstance(tensor, DTensor) and shapes[tensor.shape]:
+            shapes[tensor.shape] -= 1
+            copies.add(id(tensor))
+    copied = sum(tensor.numel() for tensor in kept if id(tensor) in copies)
+    if 2 * copied < sum(parameter.numel() for parameter in sharded):
+        return kept
+    return [tensor for tensor in kept if id(tensor) not in copies]
+
+
+def _is_sharded(tensor: object) -> bool:
+    return type(tensor) is DTensor and any(hasattr(placement, "dim") for placement in tensor.placements)
 
 
 def _attributes(module: nn.Module) -> list[object]:
@@ -248,7 +270,7 @@ def _kept_and_sharded() -> tuple[list[Tensor], list[Tensor]]:
     for each in gc.get_objects():
         if type(each) is _CACHED:
             kept.append(gc.get_referents(each))
-        elif type(each) is DTensor and any(hasattr(placement, "dim") for placement in each.placements):
+        elif _is_sharded(each):
             sharded.append(each)
     return [tensor for tensor in _tensors(kept) if not tensor.requires_grad], sharded
 
