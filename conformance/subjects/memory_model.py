@@ -21,7 +21,7 @@ the unsharded gradients, the input of a reduce-scatter and its output.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -148,9 +148,10 @@ class _Own:
         before, after = held[step - 1], held[step]
         activations = _activations(evidence, facts, step)
         on_device = evidence.cell.device != "cpu"
-        self.forward_bytes = activations.forward_bytes
-        self.held_bytes = activations.held_bytes
-        self.backward_bytes = activations.backward_bytes
+        casts_bytes = _casts_of_buffers_bytes(evidence, facts, before)
+        self.forward_bytes = activations.forward_bytes + casts_bytes
+        self.held_bytes = activations.held_bytes + casts_bytes
+        self.backward_bytes = activations.backward_bytes + casts_bytes
         self.left_bytes = _NAMED * activations.output_bytes if facts.is_own_loop else 0
         kept = max(after["buffers"] - before["buffers"], 0)  # such as a mask that is made by the first step
         # A device has the batch of a step, and so has the host if a loop copies it: joined, split, or in another order.
@@ -177,6 +178,16 @@ def full_bytes(parameter: ShardedParameter) -> int:
 def _itemsize(parameter: ShardedParameter) -> int:
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return dtype.itemsize
+
+
+def _casts_of_buffers_bytes(evidence: Evidence, facts: SubjectFacts, known_bytes: Mapping[str, int]) -> int:
+    """Return the bytes for copies in bf16 of tables that a model hands to its blocks, such as those of RoPE.
+
+    FSDP2 casts inputs where a group begins, each of which then has a copy; one process computes with the buffer itself.
+    """
+    if evidence.cell.precision != "bf16" or not _gathers(facts, "bfloat16"):
+        return 0
+    return len(facts.groups) * known_bytes["buffers"] // 2
 
 
 def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:
