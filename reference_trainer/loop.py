@@ -146,6 +146,7 @@ _GIB = 1024**3
 def first_line(config: TrainerConfig, dims: ParallelDims, device: torch.device, *, outputs: str) -> str:
     """Return the size of the model, the ranks and their mesh, the device, the options that matter most, and outputs."""
     mesh = " x ".join(f"{name} {size}" for name, size in dims.mesh_shape().items())
+    mesh += "".join(f", {name} {size}" for name, size in (("ep", dims.ep), ("cp", dims.cp)) if size > 1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return (
         f"{parameter_count(config):,} parameters, {_count(dims.world_size, 'rank')} ({mesh}) on {name}, precision "

@@ -190,6 +190,7 @@ class MemoryLog:
             kept, sharded = _kept_and_sharded()
             kinds |= {"buffers": [*kinds["buffers"], *filter(self._is_owned, kept)], "sharded": sharded}
             other_bytes = requested_bytes - self._counted_bytes(kinds)
+        kinds["tables"] = [tensor for tensor in kinds["buffers"] if tensor.dtype == torch.float32]
         known_bytes = {kind: _bytes(self._on_device(tensors)) for kind, tensors in kinds.items()}
         self._held.append(HeldMemory(step, requested_bytes, known_bytes, other_bytes))
 

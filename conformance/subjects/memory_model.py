@@ -187,7 +187,7 @@ def _casts_of_buffers_bytes(evidence: Evidence, facts: SubjectFacts, known_bytes
     """
     if evidence.cell.precision != "bf16" or not _gathers(facts, "bfloat16"):
         return 0
-    return len(facts.groups) * known_bytes["buffers"] // 2
+    return len(facts.groups) * known_bytes["tables"] // 2
 
 
 def _activations(evidence: Evidence, facts: SubjectFacts, step: int) -> ActivationMemory:

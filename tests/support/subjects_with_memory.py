@@ -40,15 +40,21 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        if table is not None:
+            x = (x * table).type_as(x)
         return x + self.down(torch.tanh(Double.apply(self.up(self.norm(x)))))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Model(nn.Module):
     """Blocks between a large embedding and a head."""
 
-    def __init__(self, *, tied: bool = False, checkpointed: bool = False, adapted: bool = False) -> None:
+    def __init__(
+        self, *, tied: bool = False, checkpointed: bool = False, adapted: bool = False, tabled: bool = False
+    ) -> None:
         super().__init__()
+        if tabled:  # as of RoPE, which the model hands to each block
+            self.register_buffer("table", torch.ones(4, WIDTH))
         self.checkpointed = checkpointed
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -62,8 +68,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        tables = [*self.buffers(recurse=False)]
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x, *tables)
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -89,6 +96,7 @@ declare = partial(
 )
 right = declare(tied_model=partial(Model, tied=True))(shard)
 checkpointed = declare(model=partial(Model, checkpointed=True))(shard)
+tabled = declare(model=partial(Model, tabled=True))(shard)
 adapted = declare(model=partial(Model, adapted=True))(shard)
 always_resharded = declare()(partial(shard, reshard_after_forward=True))
 never_resharded = declare()(partial(shard, reshard_after_forward=False))

@@ -158,11 +158,13 @@ def test_taps_change_no_bit(run: Run, cell: Cell) -> None:
 
 
 def _attention_merged(operands: Iterable[str], cell: Cell) -> set[str]:
-    """Return operands with one name for all fused attentions, and one for their gradients; without those of rings."""
+    """Return operands with one name for all fused attentions, and one for their gradients; of rings without strides."""
     named = {
         re.sub(r"^aten::_scaled_dot_product_[a-z_]+_attention(_for_cpu)?", "attention", noted) for noted in operands
     }
-    return {noted for noted in named if cell.config.mesh.cp == 1 or not noted.startswith("attention")}
+    if cell.config.mesh.cp == 1:
+        return named
+    return {re.sub(r"\([0-9, ]*\)", "", noted) if noted.startswith("attention") else noted for noted in named}
 
 
 def _require_pinned(pinned: Mapping[str, bool], *, where: str) -> None:

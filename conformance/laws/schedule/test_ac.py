@@ -35,10 +35,10 @@ def test_backward_recomputes_exactly_the_dropped_activations(run: Run, cell: Cel
     record = run(cell)
     attention = attention_of(record)
     for facts in record.ranks:
-        _compare_operators(facts, cell, attention)
+        _compare_operators(facts, cell, attention, steps=len(record.steps))
 
 
-def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> None:
+def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention, *, steps: int) -> None:
     __tracebackhide__ = True
     detail, unit = f"rank {facts.rank}", "operators"
     repeats = int(cell.activation_checkpointing == "full")
@@ -52,7 +52,7 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
     linear = products(forward) - blocks * attention.products("forward")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
     gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
-    gradient_products -= _frozen_layers(cell) * cell.steps * cell.accumulation
+    gradient_products -= _frozen_layers(cell) * steps * cell.accumulation
     expected = gradient_products + blocks * needed * repeats
     compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
 

@@ -98,9 +98,10 @@ def test_each_phase_needs_what_its_groups_need(evidence: Evidence) -> None:
 
     The memory model is `conformance.subjects.memory_model`. When backward begins, only activations and kept groups are
     there, and before clipping only gradients: there the bound is tight. Peaks have room for buffers of FSDP2 that need
-    not meet. Clipping may copy all gradients once, the optimizer three times; one that gathers tensors, as
-    Muon does, needs what it needs in one process. Of a loop of the trainer's own, variables may name the model's
-    outputs, in three copies.
+    not meet. In bf16 each group may have copies of the model's tables in fp32, such as those of RoPE, whose casts FSDP2
+    makes where a group begins. Clipping may copy all gradients once, the optimizer three times; one that gathers
+    tensors, as Muon does, needs what it needs in one process. Of a loop of the trainer's own, variables may name the
+    model's outputs, in three copies.
     """
     for facts in evidence.record.ranks:
         memory = memory_of(facts)

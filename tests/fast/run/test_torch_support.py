@@ -96,6 +96,16 @@ def test_features_that_a_version_has(version: str, device: str, supported: list[
     assert lacks(BUILDS, UNEVEN, "2.7.1", device="cuda")
 
 
+def test_rings_in_fp32_need_long_chunks_on_accelerators() -> None:
+    ring = Cell(mesh="dp2-cp2")
+    refused = lacks(TRAINS, ring, "2.13.0", device="sim")
+    assert refused
+    assert refused.startswith("ring attention in fp32 needs chunks of 32 tokens on accelerators, here of 4")
+    for supported in (ring.but(precision="bf16-mp"), ring.but(model="large", steps=2), Cell(mesh="dp2")):
+        assert lacks(TRAINS, supported, "2.13.0", device="sim") is None
+    assert lacks(TRAINS, ring, "2.13.0") is None
+
+
 def test_require_features_checks_the_run_that_saves_too(tmp_path: Path) -> None:
     store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
     resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)

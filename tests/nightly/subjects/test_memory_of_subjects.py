@@ -29,7 +29,7 @@ def hardware(request: pytest.FixtureRequest) -> Hardware:
 
 
 RIGHT = (
-    *("right", "checkpointed", "checkpointed_here", "adapted", "with_foreach", "compiled"),
+    *("right", "checkpointed", "checkpointed_here", "adapted", "tabled", "with_foreach", "compiled"),
     *("always_resharded", "never_resharded", "one_group", "many_groups", "ahead", "to_smaller_shards"),
 )
 
