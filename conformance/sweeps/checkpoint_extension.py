@@ -6,7 +6,13 @@ The classes of extensions are in a private module of torch, which is imported he
 import io
 from typing import Any, cast
 
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+import torch
+
+try:
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+except ImportError:  # torch 2.6, on whose CPU no law that saves runs; laws must be importable there
+    ExtensionRegistry = None  # type: ignore[assignment, misc]
+    StreamTransformExtension = object  # type: ignore[assignment, misc]
 
 
 class _InvertedWriter(io.RawIOBase):
@@ -66,7 +72,9 @@ class Inverting(StreamTransformExtension):
 
 
 def registry() -> ExtensionRegistry:
-    """Return the extensions that a reader knows."""
+    """Return the extensions that a reader knows. Raises RuntimeError for a torch that has none."""
+    if ExtensionRegistry is None:
+        raise RuntimeError(f"torch {torch.__version__} has no extensions of checkpoints: use torch 2.7 or newer")
     known = ExtensionRegistry()
     known.register(Inverting)
     return known
