@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 import psutil
 
+from conformance.run.ranks.inductor_cache import remove_unfinished_libraries
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, KillRanks, StartRanks, StartTemplate, Template
 from conformance.run.ranks.preload import preload, preload_compiler
 from conformance.run.ranks.process import Rank, end_with_parent, find_function
@@ -42,6 +43,7 @@ def main(control_fd: int, directory: str, tasks: str) -> NoReturn:
     `tasks` tell which modules ranks need, see `preload`.
     """
     _adopt_orphans()
+    remove_unfinished_libraries()
     preload(tasks)
     # Ranks share the pages of modules loaded so far, and their garbage collections skip it.
     gc.collect()
@@ -148,6 +150,7 @@ class RankServer:
         exit_codes = [_reap(pid) for pid in pids]
         self._ranks.difference_update(pid for pid, code in zip(pids, exit_codes, strict=True) if code is not None)
         self._kill_orphans()
+        remove_unfinished_libraries()
         return exit_codes
 
     def _kill_orphans(self) -> None:

@@ -33,7 +33,6 @@ def qwen3_moe() -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
@@ -48,9 +47,8 @@ def qwen3_moe() -> Any:
 def nemo_automodel(config: LoopConfig) -> Iterator[None]:
     """Train with whole experts, which FSDP2 shards like other layers."""
     model: Any = config.model()
-    mesh = config.device_mesh()
     for module in (*model.model.layers.values(), model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=config.device_mesh())
     return train(config, model)
 
 
