@@ -11,6 +11,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -324,10 +326,14 @@ class SimulatedBackend final : public c10d::Backend {
   // The device does not wait for the receiver: what is sent leaves it at once, into a buffer. Otherwise two ranks that
   // send to each other could wait for each other, which NCCL avoids by grouping their transfers.
   WorkPtr send(Tensors& tensors, int to_rank, int tag) override {
+    check_transfer(to_rank);
     auto run = [this, to_rank, tag](auto& gloo, auto& from, auto&, auto&) {
       auto buffer = std::make_shared<Tensors>();
       for (const auto& tensor : from) buffer->push_back(tensor.clone());
-      sent_.emplace_back(gloo->send(*buffer, to_rank, tag), buffer);
+      if (to_rank == getRank())
+        to_self_[tag].push_back(buffer);
+      else
+        sent_.emplace_back(gloo->send(*buffer, to_rank, tag), buffer);
       return c10::intrusive_ptr<c10d::Work>();
     };
     if (!is_on_device(tensors.at(0))) {
@@ -337,6 +343,7 @@ class SimulatedBackend final : public c10d::Backend {
     return issue("send", tensors, {}, TransferOptions(), run);
   }
   WorkPtr recv(Tensors& tensors, int from_rank, int tag) override {
+    check_transfer(from_rank);
     if (!group_) return receive(tensors, from_rank, tag);
     group_->receives.push_back({tensors, from_rank, tag});
     return WorkPtr();
@@ -386,9 +393,20 @@ class SimulatedBackend final : public c10d::Backend {
   }
 
   WorkPtr receive(Tensors& tensors, int from_rank, int tag) {
-    return issue("recv", {}, tensors, TransferOptions(), [from_rank, tag](auto& gloo, auto&, auto& to, auto&) {
-      return gloo->recv(to, from_rank, tag);
+    return issue("recv", {}, tensors, TransferOptions(), [this, from_rank, tag](auto& gloo, auto&, auto& to, auto&) {
+      if (from_rank != getRank()) return gloo->recv(to, from_rank, tag);
+      auto& buffers = to_self_[tag];
+      TORCH_CHECK(!buffers.empty(), "simccl: a rank receives from itself, and its group has no matching send");
+      for (size_t i = 0; i < to.size(); ++i) to[i].copy_(buffers.front()->at(i));
+      buffers.pop_front();
+      return WorkPtr();
     });
+  }
+
+  // NCCL copies from a rank to itself only within a group, and else ends with "Trying to send to self without a matching
+  // recv" (ncclInvalidUsage, src/enqueue.cc); gloo has no such transfer.
+  void check_transfer(int peer) const {
+    TORCH_CHECK(group_ || peer != getRank(), "simccl: a rank sends to itself, or receives, outside of a group");
   }
 
   // A device makes progress while its host waits for other hosts. Without that, one rank could wait here for a peer that
@@ -460,6 +478,7 @@ class SimulatedBackend final : public c10d::Backend {
   std::optional<Group> group_; // between startCoalescing and endCoalescing
   // Kept until the end: gloo does not say that a transfer is over until somebody waits for it.
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
+  std::map<int, std::deque<std::shared_ptr<Tensors>>> to_self_; // by tag
 };
 
 } // namespace

@@ -87,6 +87,20 @@ def ranks_that_send_to_each_other_go_on(rank: int) -> None:
             assert received.tolist() == [peer + 10.0 * step] * 4
 
 
+def a_rank_sends_to_itself_in_a_group_alone(rank: int) -> None:
+    """The transfers of a group are matched in their order, and later writes to what was sent do not arrive."""
+    sent = [torch.full((4,), 10.0 * number + rank, device="sim") for number in range(2)]
+    received = [torch.empty(4, device="sim") for _ in sent]
+    transfers = [dist.P2POp(dist.irecv, x, rank) for x in received] + [dist.P2POp(dist.isend, x, rank) for x in sent]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    for x in sent:
+        x.fill_(-1.0)
+    assert [x.tolist() for x in received] == [[10.0 * number + rank] * 4 for number in range(2)]
+    with pytest.raises(RuntimeError, match="outside of a group"):
+        dist.isend(sent[0], rank)
+
+
 def a_transfer_is_awaited_by_streams(rank: int) -> None:
     x, host = torch.full((4,), float(rank), device="sim"), torch.zeros(4, pin_memory=True)
     if rank == 0:
@@ -117,6 +131,7 @@ def a_host_that_waits_for_its_peers_lets_its_device_go_on(rank: int) -> None:
         an_asynchronous_collective_has_a_stream_of_its_own,
         memory_of_collectives_is_held_as_by_nccl,
         ranks_that_send_to_each_other_go_on,
+        a_rank_sends_to_itself_in_a_group_alone,
         a_transfer_is_awaited_by_streams,
         a_host_that_waits_for_its_peers_lets_its_device_go_on,
     ],
