@@ -118,7 +118,8 @@ fault is there, 0 if not, and 2 if torch refuses or lacks what it needs:
     torchrun --nproc-per-node RANKS findings/NAME.py
     conformance findings                             # all of them on the installed torch
 
-torchrun makes status 1 of 2; `conformance findings` tells them apart. All outcomes are those of CPUs and gloo.
+torchrun makes status 1 of 2; `conformance findings` tells them apart. All outcomes are those of CPUs and gloo;
+without an accelerator, programs about streams use the simulated one, and say nothing measured on a GPU.
 
 Outcomes: **wrong** (the fault is there), right, refused (torch says that it cannot), **hangs**, **dies**, error (the
 program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was

@@ -127,6 +127,7 @@ _LAWS: dict[str, Where] = {
     "STREAM-3": _TENSOR,
     "STREAM-5": _RACE,
     "STREAM-6": _RACE,
+    "STREAM-7": _TRIAL,
     "clipping-reduces-norms": _SCHEDULE,
     "gradients-are-reduced": _SCHEDULE,
     "no-needless-collectives": _SCHEDULE,

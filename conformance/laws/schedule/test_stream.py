@@ -11,6 +11,7 @@ from conformance.experiments.memory import (
     step_on_device,
     step_with_older_process_group,
 )
+from conformance.experiments.staging import staged_behind_the_device
 from conformance.experiments.training import train_with_delays
 from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.law import law
@@ -144,3 +145,23 @@ def _place(issued: IssuedOperator) -> str:
     """Name an operator with the frames of FSDP that issued it, or with the innermost ones if it is not FSDP's."""
     frames = [frame for frame in issued.stack if "/_fully_shard/" in frame] or issued.stack
     return f"{issued.operator} on {issued.stream} ({', from '.join(frames[:3])})"
+
+
+@law(
+    "STREAM-7",
+    where="id in (dp2-fp32-default-meta, hsdp2x2-fp32-default-meta)",
+    reference="https://docs.pytorch.org/docs/stable/distributed.checkpoint.html",
+    since="2.9",
+    substrates=STREAMS,
+)
+def test_staged_states_are_those_at_the_call(measure: Measure, cell: Cell) -> None:
+    """A stager of torch.distributed.checkpoint MUST hand over the values that all operators before its call compute,
+    although the device has not computed them yet, each time and with any options.
+
+    A copy that is too early is a checkpoint of weights before the last step. Under three schedules of the simulated
+    device; a GPU is kept behind its host by products of matrices, which is unverified.
+    """
+    ranks = measure(staged_behind_the_device, cell)
+    wrong = {name: [fault for faults in ranks for fault in faults[name]] for name in ranks[0]}
+    details = {name: faults[0] for name, faults in wrong.items() if faults}
+    compare.none({name: len(faults) for name, faults in wrong.items()}, details=details, unit="copies")

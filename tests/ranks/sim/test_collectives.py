@@ -88,7 +88,7 @@ def ranks_that_send_to_each_other_go_on(rank: int) -> None:
 
 
 def a_rank_sends_to_itself_in_a_group_alone(rank: int) -> None:
-    """The transfers of a group are matched in their order, and later writes to what was sent do not arrive."""
+    """The transfers of a group are matched in their order, and a sent tensor that changes later arrives unchanged."""
     sent = [torch.full((4,), 10.0 * number + rank, device="sim") for number in range(2)]
     received = [torch.empty(4, device="sim") for _ in sent]
     transfers = [dist.P2POp(dist.irecv, x, rank) for x in received] + [dist.P2POp(dist.isend, x, rank) for x in sent]
