@@ -1,8 +1,9 @@
 """Asynchronous staging for a checkpoint copies weights on a stream that does not wait for the optimizer's step.
 
-`DefaultStager` with `use_async_staging` and `use_non_blocking_copy`, as by default, copies in a thread on a stream of its
-own, and waits for that stream alone. Nothing makes the stream wait for the one that computes, and CUDA's streams of
-torch do not wait for the default stream: a copy that is early has the weights of before the last update, or of none.
+`DefaultStager` with `use_async_staging` and `use_non_blocking_copy`, as by default, copies in a thread on a stream that
+it has made, and waits for that stream alone. Nothing makes it wait for the one that computes, and streams of CUDA that
+torch makes do not wait for the default stream: a copy that is early has the weights of before the last update, or of
+none. Seen on the simulated accelerator, unverified on a GPU.
 
 severity: high
 visible: silent
