@@ -13,6 +13,11 @@ CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
 A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
 that can be compiled; integer arithmetic has another attention.
 """
+FLOAT8_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "model.arithmetic": ("float",),
+    "implementation": ("fsdp2",),
+}
+"""Values with `float8` other than none."""
 FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "init": ("full",),
     "precision": ("fp32", "bf16-mp"),

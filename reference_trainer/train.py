@@ -18,6 +18,7 @@ from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
+from reference_trainer.float8 import update_scales
 from reference_trainer.frozen import freeze
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
@@ -120,6 +121,8 @@ class Trainer:
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
+        if self.config.float8 == "tensorwise":
+            update_scales(self.model)
         self.scaler.update()
         skipped = self.scaler.get_scale() < scale
         self.schedule.step()
