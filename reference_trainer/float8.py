@@ -40,8 +40,11 @@ def fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and all(size % _MULTIPLE == 0 for size in module.weight.shape)
 
 
-def update_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights that are gathered in float8, after an optimizer's step has changed them."""
+def precompute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in float8, in one all-reduce; on every rank.
+
+    A weight keeps its scale until the next call, whatever happens to its numbers.
+    """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

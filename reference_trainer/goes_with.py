@@ -17,7 +17,11 @@ FLOAT8_GOES_WITH: dict[str, tuple[object, ...]] = {
     "model.arithmetic": ("float",),
     "implementation": ("fsdp2",),
 }
-"""Values with `float8` other than none."""
+"""Values with `float8` other than none: whole numbers beyond 16 are no float8 numbers."""
+TENSORWISE_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "offload": ("none",),
+}
+"""Values with `float8` tensorwise: a copy of a weight on another device has lost its scale (torchao 0.18)."""
 FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "init": ("full",),
     "precision": ("fp32", "bf16-mp"),

@@ -13,7 +13,15 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Event, backward_count, entered, entered_backward, groups, kept_after_forward
+from conformance.oracles.schedule import (
+    Event,
+    backward_count,
+    entered,
+    entered_backward,
+    gather_input,
+    groups,
+    kept_after_forward,
+)
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -360,7 +368,8 @@ def fsdp_events(
         numel = numels[group]
         if kind == "gather" and dims.dp_shard > 1:
             during = group if phase == "forward" else ""
-            events.append(Event(phase, "all_gather", "dp_shard", numel, policy.compute, during=during))
+            sent = gather_input(group, numel, config, dims)
+            events.append(Event(phase, "all_gather", "dp_shard", *sent, during=during))
         if kind == "reduce" and dims.dp_shard > 1:
             events.append(Event(phase, "reduce_scatter", "dp_shard", numel * dims.dp_shard, policy.reduce))
         if kind == "reduce" and dims.dp_replicate > 1:

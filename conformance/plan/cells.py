@@ -74,6 +74,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Initial loss scale of an fp16 precision: one that fits, or one so large that the first steps are skipped."""
     tf32: bool = False
     """True if a CUDA device rounds the factors of fp32 products to TF32."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Scales of products of float8 numbers in the blocks: one for a matrix, which is gathered in float8, or for a row."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
     """Groups of parameters that are resharded after forward.
 
@@ -260,6 +262,7 @@ _ON_ANY_MESH: dict[str, AxisValue] = {
     "loss_parallel": False,
 }
 _PREFIXES = {
+    "float8": "float8",
     "clip": "clip",
     "norm_type": "norm",
     "accumulation": "acc",
@@ -485,6 +488,17 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield not cell.compile, "the attention that torch replaces is no graph that can be compiled"
         yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without context parallelism"
         yield not cell.dropout, "masks of dropout are joined by samples, and not by parts of sequences"
+    if cell.float8 != "none":
+        model, shards = MODELS[cell.model], mesh.dp_shard * mesh.tp
+        rows = [model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim]
+        yield model.dim % 16 == 0, f"kernels of float8 products take no matrix of model {cell.model}"
+        yield model.arithmetic == "float", "whole numbers beyond 16 are no float8 numbers"
+        yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without float8"
+        tensorwise = cell.float8 == "tensorwise"
+        even = all(size % shards == 0 for size in rows if size % 16 == 0)
+        yield even or not tensorwise, "shards that are gathered in float8 are not padded"
+        yield cell.reshard != "k2" or not tensorwise, "torch cannot gather float8 shards that are resharded"
+        yield cell.offload == "none" or not tensorwise, "a copy of a weight on another device has lost its scale"
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers
