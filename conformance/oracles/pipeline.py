@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import FP32, dtype_policy
+from conformance.oracles.float8 import multiplied_in_float8
+from conformance.oracles.outline import outline
 from conformance.oracles.schedule import (
     Event,
     backward_count,
@@ -87,6 +89,21 @@ def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> di
     """
     own = [*stages_of(rank, config), None]
     return {thing: value for thing, value in things.items() if _stage_of(thing, config) in own}
+
+
+def held_dtypes(rank: int, dtypes: Mapping[str, list[str]], config: TrainerConfig) -> dict[str, list[str]]:
+    """Keep the dtypes of things of pipeline rank `rank`, see `held_by`.
+
+    All products of a stage without the output layer may emulate float8, in fp32.
+    """
+    held, in_float8 = held_by(rank, dtypes, config), multiplied_in_float8(config)
+    if config.mesh.pp == 1:
+        return held
+    weights = [name for name, weight in outline(config.model).named_parameters() if weight.ndim > 1]
+    others = [name for name in held_by(rank, dict.fromkeys(weights), config) if name not in in_float8]
+    if in_float8 and set(others) <= {"tok_embeddings.weight"}:
+        held |= {thing: [FP32] for thing in held if thing.startswith("matmul/")}
+    return held
 
 
 def _stage_of(thing: str, config: TrainerConfig) -> int | None:

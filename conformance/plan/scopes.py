@@ -48,6 +48,9 @@ GAPS = {
     "16-bit-factor": Gap(
         "precision not in (bf16-mp, fp16-mp)", "the factor between two errors is derived for sums in fp32 alone"
     ),
+    "float8-roundings": Gap(
+        "float8 != none", "the distance from fp32 is derived for fp16 alone; PAR-2 judges the roundings of float8 in bits"
+    ),
     "skipped-first-step": Gap(
         "loss_scale = overflows",
         "the law judges the first step, whose gradients have overflowed; PAR-2 judges the others",

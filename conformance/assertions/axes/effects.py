@@ -92,7 +92,7 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
         for kind in ("all_gather", "reduce_scatter")
     }
     return {
-        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "matrix products": {dtype for each in record.ranks for dtype in each.dtypes.get("matmul/forward", ())},
         "all-gathers": sent["all_gather"],
         "reduce-scatters": sent["reduce_scatter"],
         "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
