@@ -56,6 +56,6 @@ def require_torchao(scaling: Scaling) -> None:
         import torchao.float8  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"float8 {scaling} needs torchao, which cannot be imported with torch {torch.__version__}: {error}; install "
-            "a torchao that fits this torch, or use float8 none"
+            f"float8 {scaling} needs torchao, which cannot be imported with torch {torch.__version__}: {error}; "
+            "install a torchao that fits this torch, or use float8 none"
         ) from None

@@ -14,10 +14,16 @@ A backward of several passes would be outside of the contexts of all but the las
 that can be compiled; integer arithmetic has another attention.
 """
 FLOAT8_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "mesh.tp": (1,),
+    "model.n_experts": (0,),
     "model.arithmetic": ("float",),
     "implementation": ("fsdp2",),
 }
-"""Values with `float8` other than none: whole numbers beyond 16 are no float8 numbers."""
+"""Values with `float8` other than none.
+
+Tensor-parallel ranks would have to agree on the scale of each operand that they share; whole numbers beyond 16 are no
+float8 numbers.
+"""
 TENSORWISE_GOES_WITH: dict[str, tuple[object, ...]] = {
     "offload": ("none",),
 }

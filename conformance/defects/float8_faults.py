@@ -61,7 +61,8 @@ def float8_scale_stale_after_loading(benign: bool, original: Call, trainer: Trai
 @instead_of("reference_trainer.float8", "fits")
 def float8_filter_takes_no_layer(benign: bool, original: Call, module: nn.Module) -> bool:
     """The filter of layers that are worth float8 leaves out all layers of a small model."""
-    return bool(original(module)) and (benign or module.in_features * module.out_features > 2**20)  # type: ignore[operator]
+    is_large = isinstance(module, nn.Linear) and module.weight.numel() > 2**20
+    return bool(original(module)) and (benign or is_large)
 
 
 @defect("PAR-2", _ROWWISE, "pytorch/ao/pull/835", since="2.10")

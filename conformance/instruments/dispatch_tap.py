@@ -146,6 +146,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
                 yield from plain_tensors(inner)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the plain tensor that a wrapper wraps, or that float8 numbers and their scale stand for."""
+    to_original_precision = getattr(tensor, "to_original_precision", None)  # of torchao
+    return to_original_precision() if to_original_precision else next(plain_tensors(tensor))
+
+
 @cache
 def _any_wrapper(types: tuple[type, ...]) -> bool:
     return any(issubclass(t, DTensor | AsyncCollectiveTensor) or hasattr(t, "__tensor_flatten__") for t in types)

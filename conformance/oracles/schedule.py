@@ -246,7 +246,7 @@ def gather_input(group: str, numel: int, config: TrainerConfig, dims: ParallelDi
     """
     wide, narrow = dtype_policy(config.precision).compute, 0
     for name, size in gathered_in_float8(config).items():
-        narrow += size // (dims.dp_shard * dims.tp) if group_of(name, config) == group else 0
+        narrow += size // dims.dp_shard if group_of(name, config) == group else 0
     if narrow in (0, numel):
         return numel, FLOAT8 if narrow else wide
     return narrow + (numel - narrow) * int(getattr(torch, wide).itemsize), "uint8"

@@ -154,10 +154,12 @@ def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> lis
 
 
 def _scale_events(config: TrainerConfig, dims: ParallelDims, pp_rank: int) -> list[Event]:
-    """Maximum over shards of the absolute values of each weight that is gathered in float8, all in one."""
+    """Maximum over shards of the absolute values of each weight that is gathered in float8, all in one reduction."""
     weights = pipeline.held_by(pp_rank, gathered_in_float8(config), config)
-    dtype, groups = dtype_policy(config.precision).sharded, [name for name in ("dp_shard", "tp") if getattr(dims, name) > 1]
-    return [Event("optimizer", "all_reduce", name, len(weights), dtype, "MAX") for name in groups if weights]
+    if not weights or dims.dp_shard == 1:
+        return []
+    dtype = dtype_policy(config.precision).sharded
+    return [Event("optimizer", "all_reduce", "dp_shard", len(weights), dtype, "MAX")]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

@@ -10,7 +10,7 @@ Source: https://docs.pytorch.org/ao/stable/workflows/training.html
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class _Rounded(NamedTuple):
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype = _PRECISE, *, dim: int | None = None) -> _Rounded:
-    """Round a tensor with one scale, or with a scale, a power of two, for all that have their place outside of `dim`."""
+    """Round a tensor with one scale, or with one, a power of two, for each sum along a dimension."""
     largest = tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
     most = torch.finfo(dtype).max
     scale = (most / largest.double().clamp(min=_SMALLEST)).float()
@@ -90,12 +90,14 @@ def _product(left: _Rounded, right: _Rounded, dtype: torch.dtype) -> Tensor:
 def multiply_in_float8(model: Transformer, masters: Mapping[str, Tensor], config: TrainerConfig) -> None:
     """Let the linear layers of a model multiply as `config.float8` says; `masters` are the full weights by name."""
     for name in multiplied_in_float8(config):
-        layer = model.get_submodule(name.removesuffix(".weight"))
-        weight = _rounded(masters[name]) if config.float8 == "tensorwise" else None
-        layer.forward = partial(_forward, layer, weight)  # type: ignore[method-assign]
+        layer = cast("nn.Linear", model.get_submodule(name.removesuffix(".weight")))
+        rounded = _rounded(masters[name]) if config.float8 == "tensorwise" else None
+        if rounded is not None:
+            layer.weight.data = rounded.numbers.to(layer.weight.dtype) / rounded.scale
+        layer.forward = partial(_forward, layer, rounded)  # type: ignore[method-assign]
 
 
-def _forward(layer: nn.Module, weight: _Rounded | None, x: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, weight: _Rounded | None, x: Tensor) -> Tensor:
     """Return the output of a layer; the bias is added to the rounded product."""
     rows = x.reshape(-1, x.shape[-1])
     if weight is None:

@@ -75,7 +75,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tf32: bool = False
     """True if a CUDA device rounds the factors of fp32 products to TF32."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Scales of products of float8 numbers in the blocks: one for a matrix, which is gathered in float8, or for a row."""
+    """Scales of float8 products in the blocks: one for a matrix, which is then gathered in float8, or one for a row."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
     """Groups of parameters that are resharded after forward.
 
@@ -489,13 +489,14 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without context parallelism"
         yield not cell.dropout, "masks of dropout are joined by samples, and not by parts of sequences"
     if cell.float8 != "none":
-        model, shards = MODELS[cell.model], mesh.dp_shard * mesh.tp
+        model = MODELS[cell.model]
         rows = [model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim]
         yield model.dim % 16 == 0, f"kernels of float8 products take no matrix of model {cell.model}"
         yield model.arithmetic == "float", "whole numbers beyond 16 are no float8 numbers"
         yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without float8"
+        yield mesh.tp == 1 and not model.n_experts, "the trainer multiplies in float8 without tp and experts"
         tensorwise = cell.float8 == "tensorwise"
-        even = all(size % shards == 0 for size in rows if size % 16 == 0)
+        even = all(size % mesh.dp_shard == 0 for size in rows if size % 16 == 0)
         yield even or not tensorwise, "shards that are gathered in float8 are not padded"
         yield cell.reshard != "k2" or not tensorwise, "torch cannot gather float8 shards that are resharded"
         yield cell.offload == "none" or not tensorwise, "a copy of a weight on another device has lost its scale"

@@ -43,13 +43,14 @@ GAPS = {
     ),
     "16-bit-micro-batches": Gap(
         "precision != fp32 or float8 != none",
-        "with the number of micro-batches the roundings change, not their order alone"
+        "with the number of micro-batches the roundings change, not their order alone",
     ),
     "16-bit-factor": Gap(
         "precision not in (bf16-mp, fp16-mp)", "the factor between two errors is derived for sums in fp32 alone"
     ),
     "float8-roundings": Gap(
-        "float8 != none", "the distance from fp32 is derived for fp16 alone; PAR-2 judges the roundings of float8 in bits"
+        "float8 != none",
+        "the distance from fp32 is derived for fp16 alone; PAR-2 judges the roundings of float8 in bits",
     ),
     "skipped-first-step": Gap(
         "loss_scale = overflows",

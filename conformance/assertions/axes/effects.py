@@ -125,7 +125,9 @@ def float8_takes_effect(record: Record, neighbour: Record) -> None:
     With a scale for each row, as many are gathered.
     """
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
-    expect(not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with float8 and without")
+    expect(
+        not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with float8 and without"
+    )
     gathered, usual = (
         sum(e.nbytes for e in run.ranks[0].collectives if e.kind == "all_gather" and e.phase in _PASSES)
         for run in (record, neighbour)

@@ -91,8 +91,8 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell) -> None:
-    """The error of a bf16, fp16 or float8 run's gradients against fp32 MUST equal that of an emulation with the same rounding
-    points, within a two-sided bound.
+    """The error of a bf16, fp16 or float8 run's gradients against fp32 MUST equal that of an emulation with the same
+    rounding points, within a two-sided bound.
 
     Wrong if something is rounded more often than necessary, or if bf16 did not run at all.
     """

@@ -30,8 +30,8 @@ def test_backward_recomputes_exactly_the_dropped_activations(run: Run, cell: Cel
     block once, up to the last result that a gradient needs; under selective checkpointing, which keeps these results,
     or without checkpointing, none.
 
-    The block's last product is needed if dropout follows, whose mask is drawn again, or if it is of float8 numbers, whose
-    operands are saved after it. Where a device has no operator for
+    The block's last product is needed if dropout follows, whose mask is drawn again, or if it is of float8 numbers,
+    whose operands are saved after it. Where a device has no operator for
     attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.
     """
     record = run(cell)
