@@ -31,6 +31,6 @@ def _matrices(model: ModelConfig) -> dict[str, int]:
         for name, weight in outline(model).named_parameters()
         if weight.ndim == 2
         and name.startswith("layers.")
-        and not any(part.endswith(_HIGH_PRECISION) for part in name.split("."))
+        and not any(module.endswith(_HIGH_PRECISION) for module in name.split("."))
         and not any(size % _NUMBERS_OF_A_LOAD for size in weight.shape)
     }

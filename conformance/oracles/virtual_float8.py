@@ -38,7 +38,7 @@ class _Rounded(NamedTuple):
 
     @property
     def transposed(self) -> "_Rounded":
-        """The same values, transposed."""
+        """Transposed numbers, with a scale that is transposed with them."""
         return _Rounded(self.numbers.t(), self.scale.t() if self.scale.ndim else self.scale)
 
 

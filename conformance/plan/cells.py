@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict, fields, force_setattr, replace
 
+from conformance.plan.effects import context_effects, float8_effects
 from conformance.plan.mesh import AxisError, Mesh
 from conformance.plan.workload import (
     DATA,
@@ -480,26 +481,8 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield cell.weights != "hf", "a Llama model has no experts"
         yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
     yield bool(MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
-    if mesh.cp > 1:
-        yield mesh.pp == 1, "contexts of ring attention are not opened in the stages of a pipeline"
-        yield MODELS[cell.model].arithmetic == "float", "the integer model has an attention of its own"
-        yield not MODELS[cell.model].n_experts, "experts have no context parallelism"
-        yield cell.passes == 1, "a backward of several passes would be outside of the contexts of all but the last"
-        yield not cell.compile, "the attention that torch replaces is no graph that can be compiled"
-        yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without context parallelism"
-        yield not cell.dropout, "masks of dropout are joined by samples, and not by parts of sequences"
-    if cell.float8 != "none":
-        model = MODELS[cell.model]
-        rows = [model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim]
-        yield model.dim % 16 == 0, f"kernels of float8 products take no matrix of model {cell.model}"
-        yield model.arithmetic == "float", "whole numbers beyond 16 are no float8 numbers"
-        yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without float8"
-        yield mesh.tp == 1 and not model.n_experts, "the trainer multiplies in float8 without tp and experts"
-        tensorwise = cell.float8 == "tensorwise"
-        even = all(size % mesh.dp_shard == 0 for size in rows if size % 16 == 0)
-        yield even or not tensorwise, "shards that are gathered in float8 are not padded"
-        yield cell.reshard != "k2" or not tensorwise, "torch cannot gather float8 shards that are resharded"
-        yield cell.offload == "none" or not tensorwise, "a copy of a weight on another device has lost its scale"
+    yield from context_effects(asdict(cell), mesh)
+    yield from float8_effects(asdict(cell), mesh)
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers

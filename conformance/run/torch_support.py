@@ -151,7 +151,7 @@ def _rings(needs: Needs, cell: Cell, device: str) -> Iterator[str]:
 
 
 def _float8(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
-    """Yield what float8 training lacks: torchao, or a torch that goes with it.
+    """Yield the need of float8 training: torchao, and a torch that goes with it.
 
     torchao 0.18 imports `torch.nn.functional.ScalingType`, which torch has from 2.10 on.
     """
