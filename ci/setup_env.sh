@@ -52,7 +52,7 @@ install_into_new_environment() {
     local pins=(--constraint ci/constraints.txt ${torch_constraints:+--constraint "$torch_constraints"})
     # setuptools first: with it here, the suite is built without fetching another, unpinned one.
     "$target/bin/python" -m pip install "${pins[@]}" setuptools "torch==$torch"
-    "$target/bin/python" -m pip install "${pins[@]}" "torch==$torch" --no-build-isolation --editable '.[dev]'
+    "$target/bin/python" -m pip install "${pins[@]}" "torch==$torch" --no-build-isolation --editable '.[dev,float8]'
 }
 
 install_into_active_environment() {
@@ -61,7 +61,7 @@ install_into_active_environment() {
     local constraint=build/active-environment.constraint
     mkdir -p build
     echo "torch==$torch" >"$constraint"
-    "$PYTHON" -m pip install --constraint "$constraint" --editable '.[dev]'
+    "$PYTHON" -m pip install --constraint "$constraint" --editable '.[dev,float8]'
     [[ $(torch_version) == "$torch" ]] || fail "pip changed torch from $torch to $(torch_version)"
 }
 

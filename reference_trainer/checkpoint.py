@@ -256,6 +256,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
         optim_state_dict=state["optimizer"],
         options=_OPTIONS,
     )
+    trainer.update_scales()
     trainer.schedule.load_state_dict(state["schedule"])
     for value in state["rng"].values():
         _set_random_state(trainer.device, value)

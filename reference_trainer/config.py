@@ -22,7 +22,7 @@ from reference_trainer.checks import (
     require,
     require_each,
 )
-from reference_trainer.goes_with import CONTEXT_GOES_WITH, FSDP1_GOES_WITH
+from reference_trainer.goes_with import CONTEXT_GOES_WITH, FLOAT8_GOES_WITH, FSDP1_GOES_WITH, TENSORWISE_GOES_WITH
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import allowed, convert, load, override
 
@@ -285,6 +285,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped.
     `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too, and divided by one factor before the reduction
     and by another after it."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Scales of float8 products in the linear layers of blocks, which need torchao: one for a whole matrix, which is
+    then also gathered in float8, or one for each row."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Loss scale, with a precision of fp16 only."""
     tf32: bool = False
@@ -440,7 +443,14 @@ def _check_compatibility(config: TrainerConfig) -> None:
     )
     _check_skipped(config)
     _check_experts(config)
-    _check_context(config)
+    if config.mesh.cp > 1:
+        _require_values(config, CONTEXT_GOES_WITH, f"mesh.cp {config.mesh.cp}", "use mesh.cp=1")
+    if config.float8 != "none":
+        _require_values(config, FLOAT8_GOES_WITH, f"float8 {config.float8}", "use float8 none")
+    if config.float8 == "tensorwise":
+        _require_values(config, TENSORWISE_GOES_WITH, "float8 tensorwise", "use float8 rowwise")
+        ranks = [each for each in (config.reshard, *_table(config).values()) if isinstance(each, int)]
+        require(not ranks, f"float8 tensorwise with reshard to {ranks} ranks, which FSDP cannot gather from: use names")
     _check_norms_apart(config)
     _check_numerics(config)
     _check_implementation(config)
@@ -497,11 +507,6 @@ def _check_experts(config: TrainerConfig) -> None:
     )
 
 
-def _check_context(config: TrainerConfig) -> None:
-    if config.mesh.cp > 1:
-        _require_values(config, CONTEXT_GOES_WITH, f"mesh.cp {config.mesh.cp}", "use mesh.cp=1")
-
-
 def _require_values(config: TrainerConfig, goes_with: dict[str, tuple[object, ...]], given: str, remedy: str) -> None:
     for name, values in goes_with.items():
         value = attrgetter(name)(config)
@@ -549,7 +554,7 @@ def _check_numerics(config: TrainerConfig) -> None:
 
 
 def _check_reshard(config: TrainerConfig) -> None:
-    table = config.reshard if isinstance(config.reshard, dict) else {}
+    table = _table(config)
     for expression in table:
         try:
             re.compile(expression)
@@ -561,6 +566,10 @@ def _check_reshard(config: TrainerConfig) -> None:
         config.memory_bytes is None or (config.reshard == "auto" and config.memory_bytes >= 1),
         f"memory_bytes is {config.memory_bytes}: at least 1, and only with reshard auto, which is {config.reshard}",
     )
+
+
+def _table(config: TrainerConfig) -> dict[str, AfterForwardName | int]:
+    return config.reshard if isinstance(config.reshard, dict) else {}
 
 
 def _check_implementation(config: TrainerConfig) -> None:

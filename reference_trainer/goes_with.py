@@ -13,6 +13,21 @@ CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
 A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
 that can be compiled; integer arithmetic has another attention.
 """
+FLOAT8_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "mesh.tp": (1,),
+    "model.n_experts": (0,),
+    "model.arithmetic": ("float",),
+    "implementation": ("fsdp2",),
+}
+"""Values with `float8` other than none.
+
+Tensor-parallel ranks would have to agree on the scale of each operand that they share; whole numbers beyond 16 are no
+float8 numbers.
+"""
+TENSORWISE_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "offload": ("none",),
+}
+"""Values with `float8` tensorwise: a copy of a weight on another device has lost its scale (torchao 0.18)."""
 FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "init": ("full",),
     "precision": ("fp32", "bf16-mp"),

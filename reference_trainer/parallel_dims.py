@@ -102,6 +102,7 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         f"precision {config.precision} with mesh.ep {dims.ep}, all of dp_shard: torch divides fp16 gradients of a "
         "group of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or fp16-mp",
     )
+    _check_float8_shards(config, dims)
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,
         "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks, or implementation fsdp2",
@@ -110,6 +111,18 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         config.gradient_sync != "all-reduce-last" or dims.dp_replicate > 1,
         "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate is "
         f"{dims.dp_replicate}: set mesh.dp_replicate above 1, or use gradient_sync each or last",
+    )
+
+
+def _check_float8_shards(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Raise UsageError for weights whose shards torchao would not pad (https://github.com/pytorch/ao/issues/3982)."""
+    model = config.model
+    rows = {"dim": model.dim, "ffn_dim": model.ffn_dim, "n_kv_heads x head_dim": model.n_kv_heads * model.head_dim}
+    uneven = [f"model.{name} {size}" for name, size in rows.items() if size % dims.dp_shard and size % 16 == 0]
+    require(
+        config.float8 != "tensorwise" or not uneven,
+        f"float8 tensorwise: {', '.join(uneven)} cannot be divided evenly among mesh.dp_shard {dims.dp_shard}, and "
+        "shards that are gathered in float8 are not padded; use float8 rowwise, or another mesh.dp_shard",
     )
 
 

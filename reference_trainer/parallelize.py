@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
 from reference_trainer.experts import MixtureOfExperts, over_ranks
+from reference_trainer.float8 import apply_float8
 from reference_trainer.frozen import freeze
 from reference_trainer.loss import sum_over_dp
 from reference_trainer.mesh import build_expert_mesh, degree, fsdp_mesh
@@ -53,6 +54,11 @@ def parallelize(
     """
     indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
+
+    # Modules that multiply in float8 take the place of others, whose parameters they have.
+    if config.float8 != "none":
+        for block in chosen.values():
+            apply_float8(block, config.float8, mesh.device_type)
 
     # 1. Tensor parallelism decides the placements of parameters.
     if "tp" in (mesh.mesh_dim_names or ()):

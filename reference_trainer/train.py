@@ -1,7 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, goes_with, config, experts, model, init_weights, weights, parallel_dims, mesh,
-mixed_precision, reshard, frozen, skipped, parallelize, fsdp1, build, pipeline, device_attention, context_parallel,
+mixed_precision, reshard, frozen, skipped, float8,
+parallelize, fsdp1, build, pipeline, device_attention, context_parallel,
 loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop, __main__.
 """
 
@@ -18,6 +19,7 @@ from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
+from reference_trainer.float8 import precompute_scales
 from reference_trainer.frozen import freeze
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
@@ -83,6 +85,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config)
         self.scaler = LossScaler(config, device)
+        self.update_scales()
         self._seed_dropout()
         self._context = ContextParallel(config, self.dims, device) if self.dims.cp > 1 else None
         self._pipeline: Pipeline | None = None
@@ -120,6 +123,7 @@ class Trainer:
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
+        self.update_scales()
         self.scaler.update()
         skipped = self.scaler.get_scale() < scale
         self.schedule.step()
@@ -127,6 +131,11 @@ class Trainer:
         observer.phase("idle", step=step)
         loss = sum_over(loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / valid_tokens
         return StepMetrics(step, float(loss), float(norm), valid_tokens, lr, scale, skipped)
+
+    def update_scales(self) -> None:
+        """Compute the scales of weights that are gathered in float8; to be called when weights have changed."""
+        if self.config.float8 == "tensorwise":
+            precompute_scales(self.model)
 
     def _accumulate(self, micro_batches: list[tuple[Tensor, Tensor]], *, valid_tokens: int, step: int) -> Tensor:
         """Accumulate the gradient of the step's mean loss; returns the summed loss of this rank's micro-batches.

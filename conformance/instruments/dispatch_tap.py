@@ -48,7 +48,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Listeners of `before` are called before the operator runs, those of `outcomes` also get its result. An operator on
     wrapper tensors is seen as the operators on the wrapped tensors: the shards of DTensors, the results of functional
-    collectives.
+    collectives, the numbers and scales of float8 tensors.
     """
 
     def __init__(
@@ -146,9 +146,15 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
                 yield from plain_tensors(inner)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the plain tensor that a wrapper wraps, or that float8 numbers and their scale stand for."""
+    to_original_precision = getattr(tensor, "to_original_precision", None)  # of torchao
+    return to_original_precision() if to_original_precision else next(plain_tensors(tensor))
+
+
 @cache
 def _any_wrapper(types: tuple[type, ...]) -> bool:
-    return any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types)
+    return any(issubclass(t, DTensor | AsyncCollectiveTensor) or hasattr(t, "__tensor_flatten__") for t in types)
 
 
 @cache

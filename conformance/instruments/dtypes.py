@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from conformance.instruments import accelerators
 from conformance.instruments.capture import fingerprint
-from conformance.instruments.dispatch_tap import Handler
+from conformance.instruments.dispatch_tap import Handler, plain_tensors
 from conformance.instruments.sharding import local
 from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
@@ -174,7 +174,7 @@ class DtypeAudit(Observer):
         dtypes, places = self._dtypes.setdefault(key, set()), self._places.setdefault(key, set())
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                dtypes.add(tensor.dtype)
+                dtypes.add(next(plain_tensors(tensor)).dtype)  # of float8 numbers, the dtype that they stand for
                 places.add(_place(tensor))
 
 

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from conformance.instruments.dispatch_tap import plain_tensors
 from reference_trainer.fsdp1 import FSDP1Model, own_name
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
@@ -32,13 +33,16 @@ def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or a plain tensor itself, detached; it shares memory with the tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's shard of a tensor, or a plain tensor itself, detached; it shares memory with the tensor.
+
+    Of a shard that is itself a wrapper, such as one that is gathered in float8, that is the wrapped tensor.
+    """
+    return next(plain_tensors((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()))
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, detached, in the dtype of its shards. A collective if it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return local(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

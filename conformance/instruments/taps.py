@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.collectives import NAMESPACES, collective_kind
-from conformance.instruments.dispatch_tap import Handler, OutcomeHandler
+from conformance.instruments.dispatch_tap import Handler, OutcomeHandler, plain
 from conformance.instruments.issuers import issuing_group, issuing_module
 from conformance.instruments.tensor_file import write_tensors
 from conformance.project import PROJECT
@@ -435,7 +435,7 @@ class Taps(Observer):
     ) -> None:
         with self._quietly(), torch.no_grad():
             placements = _placements(tensor) if isinstance(tensor, DTensor) else None
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
             kept = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             kept = kept.clone() if type(kept) is not Tensor else kept
         tap = Tap(

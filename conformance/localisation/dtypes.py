@@ -2,7 +2,7 @@
 
 from conformance.localisation.ranks import Ranks
 from conformance.oracles.dtype_policy import expected_dtypes
-from conformance.oracles.pipeline import held_by
+from conformance.oracles.pipeline import held_dtypes
 from conformance.plan.cells import Cell
 from conformance.report.location import Location, Stage
 from conformance.run.record import Record
@@ -36,7 +36,7 @@ def first_wrong_dtype(cell: Cell, record: Record, ranks: Ranks) -> Location | No
     wrong: dict[str, list[int]] = {}
     expected = expected_dtypes(cell.config, steps=record.steps)
     for facts in record.ranks:
-        own = held_by(facts.mesh_coordinate.get("pp", 0), expected, cell.config)
+        own = held_dtypes(facts.mesh_coordinate.get("pp", 0), expected, cell.config)
         for thing, dtypes in facts.dtypes.items():
             if thing in own and dtypes != own[thing] and not thing.startswith("attention/"):
                 wrong.setdefault(thing, []).append(facts.rank)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from conformance.oracles.float8 import FLOAT8, gathered_in_float8, multiplied_in_float8
 from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
 from conformance.oracles.skipped import is_used
@@ -95,8 +96,10 @@ def expected_dtypes(config: TrainerConfig, *, steps: Sequence[int] | None = None
         "loss": FP32,
         **{f"{kind}/{phase}": policy.compute for kind in ("matmul", "attention") for phase in ("forward", "backward")},
     }
+    narrow = (f"unsharded_parameter/{name}" for name in gathered_in_float8(config))
+    dtype_of |= {thing: FLOAT8 for thing in narrow if thing in dtype_of}
     expected = {thing: [dtype] for thing, dtype in dtype_of.items()}
-    if config.model.n_experts:  # routers multiply in fp32
+    if config.model.n_experts or multiplied_in_float8(config):  # in fp32 routers, and products that emulate float8
         expected |= {f"matmul/{phase}": sorted({policy.compute, FP32}) for phase in ("forward", "backward")}
     return expected
 

@@ -40,6 +40,7 @@ from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import is_norm, sharded_dim
 from conformance.oracles.virtual_cp import ContextParallelForward
 from conformance.oracles.virtual_ep import ExpertParallelForward, is_of_experts, joined_experts
+from conformance.oracles.virtual_float8 import multiply_in_float8
 from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
@@ -126,6 +127,8 @@ def _emulated(
     model = initial_model(config).to(kernels)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(_compute_dtype(config))
+    if config.float8 != "none":
+        multiply_in_float8(model, masters, config)
     ring = ring_of(kernels)
     forward, models = _alone, [model]
     if config.mesh.cp > 1:

@@ -12,8 +12,18 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import Event, backward_count, entered, entered_backward, groups, kept_after_forward
+from conformance.oracles.dtype_policy import FP32, dtype_policy
+from conformance.oracles.float8 import multiplied_in_float8
+from conformance.oracles.outline import outline
+from conformance.oracles.schedule import (
+    Event,
+    backward_count,
+    entered,
+    entered_backward,
+    gather_input,
+    groups,
+    kept_after_forward,
+)
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -79,6 +89,21 @@ def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> di
     """
     own = [*stages_of(rank, config), None]
     return {thing: value for thing, value in things.items() if _stage_of(thing, config) in own}
+
+
+def held_dtypes(rank: int, dtypes: Mapping[str, list[str]], config: TrainerConfig) -> dict[str, list[str]]:
+    """Keep the dtypes of things of pipeline rank `rank`, see `held_by`.
+
+    All products of a stage without the output layer may emulate float8, in fp32.
+    """
+    held, in_float8 = held_by(rank, dtypes, config), multiplied_in_float8(config)
+    if config.mesh.pp == 1:
+        return held
+    weights = [name for name, weight in outline(config.model).named_parameters() if weight.ndim > 1]
+    others = [name for name in held_by(rank, dict.fromkeys(weights), config) if name not in in_float8]
+    if in_float8 and set(others) <= {"tok_embeddings.weight"}:
+        held |= {thing: [FP32] for thing in held if thing.startswith("matmul/")}
+    return held
 
 
 def _stage_of(thing: str, config: TrainerConfig) -> int | None:
@@ -360,7 +385,8 @@ def fsdp_events(
         numel = numels[group]
         if kind == "gather" and dims.dp_shard > 1:
             during = group if phase == "forward" else ""
-            events.append(Event(phase, "all_gather", "dp_shard", numel, policy.compute, during=during))
+            sent = gather_input(group, numel, config, dims)
+            events.append(Event(phase, "all_gather", "dp_shard", *sent, during=during))
         if kind == "reduce" and dims.dp_shard > 1:
             events.append(Event(phase, "reduce_scatter", "dp_shard", numel * dims.dp_shard, policy.reduce))
         if kind == "reduce" and dims.dp_replicate > 1:

@@ -281,6 +281,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         precision="fp32",
         loss_scale=LossScaleConfig(),
         tf32=False,
+        float8="none",
         reshard="default",
         memory_bytes=None,
         offload="none",

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.float8 import FLOAT8, gathered_in_float8
 from conformance.oracles.frozen import is_trained, trained
 from conformance.oracles.outline import outline
 from conformance.oracles.skipped import is_computed
@@ -235,6 +236,20 @@ def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[
     for sharding in shardings(shapes, config, shards=shards).values():
         numels[sharding.group] = numels.get(sharding.group, 0) + sharding.shard
     return numels
+
+
+def gather_input(group: str, numel: int, config: TrainerConfig, dims: ParallelDims) -> tuple[int, str]:
+    """Return the elements and the dtype of a rank's input of the all-gather of a group, of which it has `numel`.
+
+    Shards of several dtypes are gathered as bytes (`foreach_all_gather` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
+    wide, narrow = dtype_policy(config.precision).compute, 0
+    for name, size in gathered_in_float8(config).items():
+        narrow += size // dims.dp_shard if group_of(name, config) == group else 0
+    if narrow in (0, numel):
+        return numel, FLOAT8 if narrow else wide
+    return narrow + (numel - narrow) * int(getattr(torch, wide).itemsize), "uint8"
 
 
 def subgroup(ranks: int, dims: ParallelDims) -> str:
@@ -537,8 +552,9 @@ class _Schedule:
             return
         # The input of a reduce-scatter is an unsharded group, that of the others a shard.
         numel = (self._numels if kind == "all_gather" else self._reduced)[group]
-        numel *= ranks if kind == "reduce_scatter" else 1
-        dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
+        numel, dtype = numel * (ranks if kind == "reduce_scatter" else 1), self._policy.reduce
+        if kind == "all_gather":
+            numel, dtype = gather_input(group, numel, self._config, self._dims)
         if smaller:
             over, numel = f"{over}/{smaller}", numel * ranks // smaller
         self.events.append(Event(phase, kind, over, numel, dtype, during=self._during))

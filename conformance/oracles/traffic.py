@@ -11,6 +11,8 @@ import msgspec
 
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.float8 import gathered_in_float8
 from conformance.oracles.frozen import trained
 from conformance.oracles.loss_scale import unscale_events
 from conformance.oracles.ring_exchange import ring_events
@@ -79,6 +81,7 @@ def step_events(
         *ring_events(config, dims),
         *unscale_events(config, dims),
         *clip_events(pipeline.held_by(pp_rank, trained(shapes, config), config), config, dims),
+        *_scale_events(config, dims, pp_rank),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
 
@@ -148,6 +151,15 @@ def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> lis
         for experts in routed_experts(full)
         for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))
     ]
+
+
+def _scale_events(config: TrainerConfig, dims: ParallelDims, pp_rank: int) -> list[Event]:
+    """Maximum over shards of the absolute values of each weight that is gathered in float8, all in one reduction."""
+    weights = pipeline.held_by(pp_rank, gathered_in_float8(config), config)
+    if not weights or dims.dp_shard == 1:
+        return []
+    dtype = dtype_policy(config.precision).sharded
+    return [Event("optimizer", "all_reduce", "dp_shard", len(weights), dtype, "MAX")]
 
 
 def _sum(phase: str, dtype: str, dims: ParallelDims, *, over: Sequence[str]) -> list[Event]:

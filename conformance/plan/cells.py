@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict, fields, force_setattr, replace
 
+from conformance.plan.effects import context_effects, float8_effects
 from conformance.plan.mesh import AxisError, Mesh
 from conformance.plan.workload import (
     DATA,
@@ -74,6 +75,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Initial loss scale of an fp16 precision: one that fits, or one so large that the first steps are skipped."""
     tf32: bool = False
     """True if a CUDA device rounds the factors of fp32 products to TF32."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Scales of float8 products in the blocks: one for a matrix, which is then gathered in float8, or one for a row."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
     """Groups of parameters that are resharded after forward.
 
@@ -260,6 +263,7 @@ _ON_ANY_MESH: dict[str, AxisValue] = {
     "loss_parallel": False,
 }
 _PREFIXES = {
+    "float8": "float8",
     "clip": "clip",
     "norm_type": "norm",
     "accumulation": "acc",
@@ -477,14 +481,8 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield cell.weights != "hf", "a Llama model has no experts"
         yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
     yield bool(MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
-    if mesh.cp > 1:
-        yield mesh.pp == 1, "contexts of ring attention are not opened in the stages of a pipeline"
-        yield MODELS[cell.model].arithmetic == "float", "the integer model has an attention of its own"
-        yield not MODELS[cell.model].n_experts, "experts have no context parallelism"
-        yield cell.passes == 1, "a backward of several passes would be outside of the contexts of all but the last"
-        yield not cell.compile, "the attention that torch replaces is no graph that can be compiled"
-        yield cell.implementation == "fsdp2", "FSDP1 is there for comparison, without context parallelism"
-        yield not cell.dropout, "masks of dropout are joined by samples, and not by parts of sequences"
+    yield from context_effects(asdict(cell), mesh)
+    yield from float8_effects(asdict(cell), mesh)
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers

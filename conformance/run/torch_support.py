@@ -5,6 +5,7 @@ exception is no fault of the version that has the limit; wrong results are fault
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
@@ -35,6 +36,7 @@ def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: st
         *_experts_of_ranks(needs, cell, torch),
         *_fused_across_meshes(needs, cell, torch),
         *_rings(needs, cell, device),
+        *_float8(needs, cell, torch),
     ):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
 
@@ -146,6 +148,19 @@ def _rings(needs: Needs, cell: Cell, device: str) -> Iterator[str]:
     if cp > 1 and Needs.FORWARD in needs and device != "cpu" and cell.precision == "fp32" and pads:
         chunk = tokens // (2 * cp)
         yield f"ring attention in fp32 needs chunks of {_QUERIES_OF_A_PAD} tokens on accelerators, here of {chunk}"
+
+
+def _float8(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """Yield the need of float8 training: torchao, and a torch that goes with it.
+
+    torchao 0.18 imports `torch.nn.functional.ScalingType`, which torch has from 2.10 on.
+    """
+    if cell.float8 == "none" or Needs.SHARDING not in needs:
+        return
+    if find_spec("torchao") is None:
+        yield "float8 training needs torchao, which is not installed: pip install torchao"
+    elif torch < (2, 10):
+        yield "torchao 0.18 needs torch 2.10"
 
 
 def kind_of_processes(cell: Cell, *, torch_version: str) -> str:

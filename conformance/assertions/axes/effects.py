@@ -66,10 +66,12 @@ def precision_takes_effect(record: Record, neighbour: Record) -> None:
     for run in (record, neighbour):
         policy = dtype_policy(run.cell.precision)
         in_bf16 = run.cell.precision == "bf16-init"
+        in_fp32 = run.cell.model == "experts" or run.cell.float8 != "none"  # routers, and products that emulate float8
+        mixed = ["uint8"] if run.cell.float8 == "tensorwise" else []
         several, traits = Mesh.parse(run.cell.mesh).dp_shard > 1, traits_of(run.header.torch)
         expected = {
-            "matrix products": {policy.compute, *([FP32] if run.cell.model == "experts" else [])},  # those of routers
-            "all-gathers": {policy.compute} if several or traits.one_rank_gathers else set(),
+            "matrix products": {policy.compute, *([FP32] if in_fp32 else [])},
+            "all-gathers": {policy.compute, *mixed} if several or traits.one_rank_gathers else set(),
             "reduce-scatters": {policy.reduce} if several or traits.one_rank_reduces else set(),
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
@@ -90,7 +92,7 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
         for kind in ("all_gather", "reduce_scatter")
     }
     return {
-        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "matrix products": {dtype for each in record.ranks for dtype in each.dtypes.get("matmul/forward", ())},
         "all-gathers": sent["all_gather"],
         "reduce-scatters": sent["reduce_scatter"],
         "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
@@ -115,6 +117,23 @@ def tf32_takes_effect(record: Record, neighbour: Record) -> None:
     """Raise ConformanceFailure unless gradients from the same weights differ from those of the neighbour."""
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
     expect(not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with TF32 and without")
+
+
+def float8_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless gradients differ from those of the neighbour, and fewer bytes are gathered.
+
+    With a scale for each row, as many are gathered.
+    """
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(
+        not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with float8 and without"
+    )
+    gathered, usual = (
+        sum(e.nbytes for e in run.ranks[0].collectives if e.kind == "all_gather" and e.phase in _PASSES)
+        for run in (record, neighbour)
+    )
+    fewer = record.cell.float8 == "tensorwise" and usual > 0
+    expect((gathered < usual) == fewer, f"{gathered} bytes are gathered, {usual} without float8")
 
 
 _STATE = {

@@ -16,7 +16,7 @@ from conformance.judge.law import law
 from conformance.oracles.dtype_policy import FP32, expected_dtypes
 from conformance.oracles.frozen import at_step
 from conformance.oracles.initialisation import initial_weights
-from conformance.oracles.pipeline import held_by
+from conformance.oracles.pipeline import held_by, held_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.oracles.schedule import Event
 from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
@@ -54,7 +54,8 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     expected = _with_operators_of(attention_of(record), expected_dtypes(config, steps=record.steps))
     for facts in record.ranks:
-        _compare(facts.dtypes, _seen(_held(expected, facts, config), facts, record), name="dtypes", rank=facts.rank)
+        own = held_dtypes(facts.mesh_coordinate.get("pp", 0), expected, config)
+        _compare(facts.dtypes, _seen(own, facts, record), name="dtypes", rank=facts.rank)
         at = facts.mesh_coordinate
         tp_rank, pp_rank = at.get("tp", 0), at.get("pp", 0)
         per_step = (step_events(at_step(config, step), dims, tp_rank=tp_rank, pp_rank=pp_rank) for step in record.steps)

@@ -28,7 +28,7 @@ RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 
 @law(
     "PAR-1",
-    where="precision = fp32 and implementation = fsdp2",
+    where="precision = fp32 and float8 = none and implementation = fsdp2",
     gaps=["resumed", "integer-model", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
@@ -65,16 +65,17 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 
 @law(
     "PAR-2",
-    where="precision != fp32 and implementation = fsdp2",
+    where="(precision != fp32 or float8 != none) and implementation = fsdp2",
     gaps=["resumed", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: Cell) -> None:
-    """A bf16 or fp16 run MUST round exactly where FSDP2 and tensor parallelism document it: as one process does with
-    the same casts and partial sums.
+    """A bf16, fp16 or float8 run MUST round exactly where FSDP2, tensor parallelism and torchao document it: as one
+    process does with the same casts, scales and partial sums.
 
-    Wrong if gradients are reduced in bf16, master weights are bf16, or a cast is missing or doubled. In fp16 each step
+    Wrong if gradients are reduced in bf16, master weights are bf16, a cast is missing or doubled, or a float8 scale is
+    stale or that of a shard. In fp16 each step
     is computed with the loss scale that it reports, so that both underflow at the same points.
     """
     require_known_sum_order(measure, cell)
@@ -85,13 +86,13 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
 
 @law(
     "PAR-3",
-    where="precision != fp32 and implementation = fsdp2",
+    where="(precision != fp32 or float8 != none) and implementation = fsdp2",
     gaps=["resumed", "16-bit-factor", "skipped-first-step", "compiled-roundings", "large-models"],
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell) -> None:
-    """The error of a bf16 or fp16 run's gradients against fp32 MUST equal that of an emulation with the same rounding
-    points, within a two-sided bound.
+    """The error of a bf16, fp16 or float8 run's gradients against fp32 MUST equal that of an emulation with the same
+    rounding points, within a two-sided bound.
 
     Wrong if something is rounded more often than necessary, or if bf16 did not run at all.
     """

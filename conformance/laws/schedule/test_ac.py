@@ -7,6 +7,7 @@ from conformance.assertions.attention import Attention, attention_of, products
 from conformance.assertions.fixtures import Run
 from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
+from conformance.oracles.float8 import multiplied_in_float8
 from conformance.oracles.frozen import is_trained
 from conformance.oracles.outline import outline
 from conformance.plan.cells import Cell
@@ -29,7 +30,8 @@ def test_backward_recomputes_exactly_the_dropped_activations(run: Run, cell: Cel
     block once, up to the last result that a gradient needs; under selective checkpointing, which keeps these results,
     or without checkpointing, none.
 
-    The block's last product is needed if dropout follows, whose mask is drawn again. Where a device has no operator for
+    The block's last product is needed if dropout follows, whose mask is drawn again, or if it is of float8 numbers,
+    whose operands are saved after it. Where a device has no operator for
     attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.
     """
     record = run(cell)
@@ -50,7 +52,8 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention, *, st
     compare.count(attention.calls(backward), name="attention", expected=calls * is_dropped, detail=detail, unit=unit)
     blocks = calls // cell.config.mesh.cp  # in a ring the keys and values of each rank are a call
     linear = products(forward) - blocks * attention.products("forward")
-    needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
+    is_last_left_out = cell.dropout == 0.0 and cell.float8 == "none"
+    needed = _linear_layers_of_a_block(cell) - is_last_left_out + attention.products("forward")
     gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
     gradient_products -= _frozen_layers(cell) * steps * cell.accumulation
     expected = gradient_products + blocks * needed * repeats
@@ -58,11 +61,16 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention, *, st
 
 
 def _frozen_layers(cell: Cell) -> int:
-    """Number of linear layers whose weight has no gradient; a tied one has the name of the embedding's."""
+    """Number of linear layers whose weight has no gradient; a tied one has the name of the embedding's.
+
+    In float8 that gradient is computed all the same.
+    """
     config = cell.config
+    in_float8 = multiplied_in_float8(config)
     layers = [name for name, module in outline(config.model).named_modules() if isinstance(module, nn.Linear)]
     names = {"output": "tok_embeddings"} if config.model.tied_embeddings else {}
-    return sum(not is_trained(f"{names.get(layer, layer)}.weight", config) for layer in layers)
+    weights = [f"{names.get(layer, layer)}.weight" for layer in layers]
+    return sum(not is_trained(weight, config) and weight not in in_float8 for weight in weights)
 
 
 def _linear_layers_of_a_block(cell: Cell) -> int:

@@ -12,7 +12,7 @@ from conformance.judge.law import law
 from conformance.oracles import pipeline, tolerance
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.pipeline import Action
-from conformance.oracles.schedule import shard_numels
+from conformance.oracles.schedule import gather_input, shard_numels
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
@@ -123,16 +123,16 @@ def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: C
     Wrong if a pipeline gathers an unsharded group, or keeps a group that the mode promises to free.
     """
     config, record = cell.config, run(cell)
-    policy = dtype_policy(config.precision)
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     for facts in record.ranks:
-        numels = _shard_numels(facts, config)
+        inputs = {name: gather_input(name, numel, config, dims) for name, numel in _shard_numels(facts, config).items()}
         for step in record.steps:
             count = pipeline.gathers(_recorded(facts, step), config)
-            expected = Counter[int]()
+            expected = Counter[tuple[int, str]]()
             for group, times in count.items():
-                expected[numels[group]] += times
-            gathers = _fsdp_collectives(facts, step, "all_gather", "dp_shard", policy.compute)
-            measured = Counter(event.numel for event in gathers)
+                expected[inputs[group]] += times
+            gathers = _fsdp_collectives(facts, step, "all_gather", "dp_shard", *{dtype for _, dtype in inputs.values()})
+            measured = Counter((event.numel, event.dtype) for event in gathers)
             detail = f"{_where(facts, step)}: elements by number {dict(measured)}, must be {dict(expected)}"
             compare.count(
                 measured.total(),
@@ -231,10 +231,10 @@ def test_schedules_with_any_options_equal_one_process(measure: Measure, cell: Ce
     require_no_wrong_result(measure(sweep, cell), unit="pipelines")
 
 
-def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
+def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, *dtypes: str) -> list[Collective]:
     """Return collectives of a step's forward and backward, also those before the first action of a schedule.
 
-    Raises ConformanceFailure for another dtype than that of the precision.
+    Raises ConformanceFailure for another dtype than those of the precision.
     """
     phases = ("data", "forward", "backward")
     found = [
@@ -242,9 +242,10 @@ def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: 
         for e in facts.collectives
         if e.step == step and e.kind == kind and e.group == over and e.phase in phases and e.dtype != "int64"
     ]
-    others = {e.dtype for e in found} - {dtype}
+    others = {e.dtype for e in found} - {*dtypes}
     if others:
-        raise ConformanceFailure(f"{_where(facts, step)}: {kind} over {over} in {sorted(others)}, must be {dtype}")
+        must = " or ".join(sorted(dtypes))
+        raise ConformanceFailure(f"{_where(facts, step)}: {kind} over {over} in {sorted(others)}, must be {must}")
     return found
 
 
