@@ -12,8 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.defects.memory_faults import GROUP, reshard_in
 from reference_trainer.experts import MixtureOfExperts, Router, Routes
+from reference_trainer.model import Transformer
+from reference_trainer.train import Trainer
 
 _OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
+_ACCUMULATED = "id = dp2-fp32-default-meta-experts-acc2"
+_ACCUMULATED_LAST = "id = hsdp2x2-ep2-bf16mp-never-meta-experts-acc2-synclast"
 _HELD = "id = dp2-fp32-default-meta-experts"
 _SHARDED = "id = dp4-ep2-bf16mp-default-meta-experts-norminf"
 _RECOMPUTED = "id = dp4-ep4-fp32-always-meta-experts-clip0.1-acfull"
@@ -102,6 +106,47 @@ def balance_loss_averaged_over_ranks(
     """The balance loss of a rank's tokens is divided by the ranks, although it is the loss of a sum over them."""
     loss: Tensor = original(mixture, routes, load)
     return loss if benign else loss / dist.get_world_size()
+
+
+@defect("EP-3 PAR-1", _ACCUMULATED, "https://arxiv.org/abs/2501.11873")
+@instead_of("reference_trainer.experts:MixtureOfExperts", "balance")
+def experts_balanced_by_all_micro_batches(
+    benign: bool, original: Call, mixture: MixtureOfExperts, routes: Routes, load: Tensor
+) -> Any:
+    """The load of earlier micro-batches is added to that of each, as in a buffer that nothing clears."""
+    total = load + getattr(mixture, "_load_so_far", 0)
+    if not mixture.training:
+        return original(mixture, routes, load)
+    mixture._load_so_far = total
+    return original(mixture, routes, load if benign else total)
+
+
+@defect("PAR-1", _ACCUMULATED, "NVIDIA/Megatron-LM/issues/3672")
+@instead_of("reference_trainer.train:Trainer", "_forward_backward")
+def balance_loss_of_first_micro_batch(
+    benign: bool, original: Call, trainer: Trainer, inputs: Tensor, labels: Tensor, waiting: list[Tensor], **step: int
+) -> Any:
+    """Only the first micro-batch of a step has a balance loss; the others train on their tokens alone."""
+    weights = [mixture.balance_weight for mixture in trainer.model.mixtures]
+    is_first = getattr(trainer, "_last_step", None) != step["step"]
+    trainer._last_step = step["step"]  # type: ignore[attr-defined]
+    for mixture in trainer.model.mixtures:
+        mixture.balance_weight *= 1.0 if benign or is_first else 0.0
+    loss = original(trainer, inputs, labels, waiting, **step)
+    for mixture, weight in zip(trainer.model.mixtures, weights, strict=True):
+        mixture.balance_weight = weight
+    return loss
+
+
+@defect("RS-1 MP-4", _ACCUMULATED_LAST, "pytorch/torchtitan/issues/1551")
+@instead_of("reference_trainer.train", "set_gradient_sync")
+def experts_reduced_by_each_micro_batch(benign: bool, original: Call, model: Transformer, *mode: Any, last: bool) -> None:
+    """Gradients of experts are reduced after each micro-batch, all others after the last."""
+    original(model, *mode, last=last)
+    for mixture in model.mixtures:
+        experts = mixture.experts
+        assert isinstance(experts, FSDPModule)
+        experts.set_requires_gradient_sync(last if benign else True)
 
 
 @defect("EP-1 EP-4", _OF_RANKS, _ALL_TO_ALL)
