@@ -473,11 +473,7 @@ def _check_experts(config: TrainerConfig) -> None:
         f"model.n_experts with model.arithmetic {config.model.arithmetic}: probabilities of experts are no whole "
         "numbers; use arithmetic float",
     )
-    require(
-        config.mesh.tp == 1 and config.mesh.pp == 1,
-        "model.n_experts: the trainer applies neither tensor parallelism nor pipelines to experts; set mesh.tp=1 and "
-        "mesh.pp=1",
-    )
+    require(config.mesh.pp == 1, "model.n_experts: the trainer cuts no model with experts into stages; set mesh.pp=1")
     require(config.implementation == "fsdp2", "model.n_experts with fsdp1: use implementation fsdp2")
     recomputed = f"mesh.ep {ranks} with activation_checkpointing {config.activation_checkpointing}"
     require(

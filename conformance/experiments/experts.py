@@ -66,7 +66,7 @@ class _Watch(Observer):
     def _note(self, router: Router, inputs: tuple[Tensor, ...], routes: Routes) -> None:
         if self._phase != "forward":
             return
-        x, weight = inputs[0].double(), router.weight.double()
+        x, weight = inputs[0].double(), router.local(router.weight).double()
         exact = (x @ weight.T).log_softmax(-1)
         self.routings.append(
             Routing(
@@ -114,7 +114,7 @@ _CHOICES: Mapping[str, _Choice] = {
 def exchange_rows(rank: RankWorld) -> dict[str, Exchange]:
     """Let experts that multiply by their number compute rows of whole numbers, by the rule that chooses experts."""
     mixture, experts = rank.trainer().model.mixtures[0], rank.config.model.n_experts
-    first_held = rank.rank % rank.dims.ep * experts // rank.dims.ep
+    first_held = rank.dims.shard_rank(rank.rank) % rank.dims.ep * experts // rank.dims.ep
     outcomes = {}
     for name, choose in _CHOICES.items():
         chosen = choose(rank.rank, experts).to(rank.device)

@@ -36,7 +36,7 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     inside = _norm(len(names) - len(outside_tp) - len(experts), (shards, tp), config, dtype)
     outside = _norm(len(outside_tp), (shards,), config, policy.sharded_norms) if outside_tp else []
     expert_groups = [(subgroup(ranks, dims), ranks) for ranks in (dims.dp_shard // dims.ep, dims.ep)]
-    outside += _norm(len(experts), expert_groups, config, policy.sharded) if experts else []
+    outside += _norm(len(experts), [*expert_groups, tp], config, policy.sharded) if experts else []
     stage_norms = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
     return (outside + inside if names[0] in outside_tp else inside + outside) + stage_norms
 

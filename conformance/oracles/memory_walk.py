@@ -322,7 +322,7 @@ class Walk:
         Clipping takes the norms of one mesh after those of the other.
         """
         dims = self._dims
-        sharded = (dims.dp_shard // dims.ep, dims.ep) if experts else (dims.dp_shard, dims.tp)
+        sharded = (dims.dp_shard // dims.ep, dims.ep, dims.tp) if experts else (dims.dp_shard, dims.tp)
         parameters = sum((p.ep > 1) == experts for group in self._trained.values() for p in group)
         order, replicated = self._config.optimizer.norm_order, 0 if experts else self._replicated_over_tp
         return scalars_of_norms(order, parameters, replicated, sharded, self._traits)

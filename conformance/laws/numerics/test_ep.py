@@ -84,7 +84,7 @@ def test_experts_are_balanced_over_all_ranks(measure: Measure, cell: Cell) -> No
     """
     config = cell.config
     experts, weight = config.model.n_experts, config.model.balance_weight
-    ranks = measure(routing, cell)
+    ranks = measure(routing, cell)[:: config.mesh.tp]  # tensor-parallel ranks have the same tokens, see EP-5
     losses = [sum(routed.balance_loss for routed in block) for block in zip(*ranks, strict=True)]
     expected = [experts * weight * _imbalance(block) for block in zip(*ranks, strict=True)]
     # Each loss is a sum of numbers of one sign: over the tokens of a rank, and over experts. Rounding of the
@@ -128,12 +128,14 @@ def _rows_of_ranks(record: Record, step: int, phase: str) -> list[int]:
     They are those of its own tokens, and those that ranks of its group have sent to the experts that it holds.
     """
     folder = "evaluated_experts" if phase == "evaluate" else "experts"
-    ep, held = record.config.mesh.ep, record.config.model.n_experts // record.config.mesh.ep
+    tp, ep = record.config.mesh.tp, record.config.mesh.ep
+    held = record.config.model.n_experts // ep
     chosen = [record.shards_below(f"step{step}/{folder}/", rank=facts.rank) for facts in record.ranks]
     holders = [torch.cat([experts.flatten() for experts in own.values()]) // held for own in chosen]
+    places = [rank // tp % ep for rank in range(len(holders))]
     arrived = [
-        sum(int((holder == rank % ep).sum()) for holder in holders[rank - rank % ep :][:ep])
-        for rank in range(len(holders))
+        sum(int((holder == place).sum()) for holder in holders[rank - place * tp :: tp][:ep])
+        for rank, place in enumerate(places)
     ]
     return [len(holder) + received for holder, received in zip(holders, arrived, strict=True)]
 
@@ -161,12 +163,18 @@ def _sent(record: Record, facts: RankFacts, step: int, phase: str, *, numbers: b
 @law("EP-5", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
 def test_routers_choose_in_fp32(measure: Measure, cell: Cell) -> None:
     """Probabilities of experts MUST be those of fp32 arithmetic on the router's input and weight, in every precision,
-    and the most probable experts MUST be chosen, up to rounding.
+    and the most probable experts MUST be chosen, up to rounding; tensor-parallel ranks, each of which has a part of
+    every expert, MUST choose the same ones for a token, with the same probabilities.
 
     Wrong if logits or probabilities are rounded to 16 bits: experts whose logits are close then change places.
     """
-    model = cell.config.model
-    for rank, routings in enumerate(measure(routing, cell)):
+    model, tp = cell.config.model, cell.config.mesh.tp
+    ranks = measure(routing, cell)
+    for rank, routings in enumerate(ranks):
+        pairs = zip(routings, ranks[rank - rank % tp], strict=True)
+        differing = sum((own.load, own.probability) != (first.load, first.probability) for own, first in pairs)
+        detail = f"rank {rank} and the first of its tensor-parallel ranks"
+        compare.count(differing, name="routings that differ", expected=0, detail=detail, unit="routings")
         for index, routed in enumerate(routings):
             # A logit errs by at most dim u times the sum of its terms' sizes, S (Higham, "Accuracy and Stability of
             # Numerical Algorithms", 2nd edition, section 3.1). The logarithm of a probability is the difference of two
