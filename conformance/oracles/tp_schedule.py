@@ -69,8 +69,10 @@ def is_norm(parameter: str) -> bool:
 
 
 def is_router(parameter: str) -> bool:
-    """Return whether a parameter belongs to a router; tensor parallelism replicates it, and each rank has a part of
-    each expert that it chooses, so that its gradient is a sum over the ranks."""
+    """Return whether a parameter belongs to a router, whose gradient is a sum over tensor-parallel ranks.
+
+    Each of them has a copy of it, and a part of each expert that it chooses.
+    """
     return parameter.split(".")[-2] == "router"
 
 
@@ -197,8 +199,8 @@ class _Traffic:
             self._replicated_gradients("layers.0.ffn_norm.", f"{norm}.", micro_batch, ends)
         self._leave_backward()
         self._enter_backward()
-        within = ".attention_norm." if is_group else "."
-        self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
+        for within in (".attention_norm.", ".feed_forward.") if is_group else (".",):
+            self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
 
     def _enter(self, phase: str) -> None:
         if self._config.sequence_parallel:
@@ -226,9 +228,9 @@ class _Traffic:
             self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
     def _replicated_gradients(self, prefix: str, own_prefix: str, micro_batch: int, ends: int) -> None:
-        """Issue the reductions over `tp` of gradients that are partial sums: of routers, and of norms whose activations
-        sequence parallelism shards.
+        """Issue the reductions over `tp` of gradients that are partial sums.
 
+        They are those of routers, and of norms whose activations sequence parallelism shards.
         Parameters are those whose names begin with `prefix`, under names of their own; gradients those of the backward
         that `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
 

@@ -1,8 +1,8 @@
 """Forward pass of virtual tensor-parallel ranks in one process, with the roundings of each rank's partial results.
 
 Each rank computes with its shards of the weights: columns of wq, wk, wv, w1, w3 and of the output, rows of wo and w2,
-also of each expert, rows of the embedding. Ranks exchange a copy whose gradients are summed, or a sum whose gradient is copied (the
-operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
+also of each expert, rows of the embedding. Ranks exchange a copy whose gradients are summed, or a sum whose gradient is
+copied (the operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from conformance.numerics.rings import Ring, ring_sum

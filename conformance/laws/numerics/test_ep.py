@@ -76,8 +76,8 @@ def _gradients_of_experts(gradients: Tensors) -> Tensors:
 
 @law("EP-3", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
 def test_experts_are_balanced_over_all_ranks(measure: Measure, cell: Cell) -> None:
-    """The balance loss of a micro-batch MUST be that of its tokens on all ranks: the share of each expert in them, times
-    the sum of its probabilities.
+    """The balance loss of a micro-batch MUST be that of its tokens on all ranks: the share of each expert in them,
+    times the sum of its probabilities.
 
     Wrong if each rank balances its own tokens, if ranks average losses of different loads, or if loads of micro-batches
     are added up.
@@ -141,7 +141,7 @@ def _rows_of_ranks(record: Record, step: int, phase: str) -> list[int]:
 
 
 def _exchanges(cell: Cell) -> Iterator[tuple[str, int, int]]:
-    """Yield each phase with the times that its rows go to experts and back, and the numbers of rows that a rank sends."""
+    """Yield each phase, the times that its rows go to experts and back, and the numbers of rows that a rank sends."""
     model, dims = cell.config.model, resolve_mesh(cell.config.mesh, world_size=cell.world_size)
     events = exchange_events(cell.config, dims)
     for phase in dict.fromkeys(event.phase for event in events):
