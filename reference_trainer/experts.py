@@ -47,7 +47,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.experts_per_token = config.experts_per_token
-        self.local = as_it_is
+        self.local: Callable[[Tensor], Tensor] = as_it_is
         """Function as `MixtureOfExperts.local`."""
 
     def forward(self, x: Tensor) -> Routes:

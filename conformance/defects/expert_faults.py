@@ -231,7 +231,7 @@ def router_gradient_reduced_twice(
     original(mixture, mesh, between)
     if not benign:
         local, group = mixture.router.local, mesh.get_group()
-        mixture.router.local = lambda weight: _with_reduced_gradient(local(weight), group)
+        mixture.router.local = lambda tensor: _with_reduced_gradient(local(tensor), group)
 
 
 def _with_reduced_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -241,7 +241,7 @@ def _with_reduced_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         return total
 
     if tensor.requires_grad:
-        tensor.register_hook(reduce)
+        tensor.register_hook(reduce)  # type: ignore[no-untyped-call]
     return tensor
 
 
@@ -273,7 +273,7 @@ def partial_sums_of_experts_kept(benign: bool, original: Call, **layouts: Placem
     return original(**layouts if benign else layouts | {"output_layouts": Replicate()})
 
 
-@defect("PAR-2 MP-4", _PARTS_16_BIT, "pytorch/torchtitan/issues/1551")
+@defect("MP-1 MP-4", _PARTS_16_BIT, "pytorch/torchtitan/issues/1551")
 @instead_of("reference_trainer.parallelize", "apply_tp_to_mixture")
 def partial_sums_of_experts_reduced_in_fp32(
     benign: bool, original: Call, mixture: MixtureOfExperts, mesh: DeviceMesh, between: Placement
