@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda load: load
         """Function that adds up, in place, the numbers of tokens by expert over all ranks with other tokens."""
         self.local: Callable[[Tensor], Tensor] = as_it_is
-        """Function that returns the plain tensor of one that all tensor-parallel ranks have alike. Each of these ranks
+        """Function that returns the plain tensor of one that is equal on all tensor-parallel ranks. Each of these ranks
         has a part of every expert, and of the output: gradients of such tensors are sums over these ranks."""
         self.balance_loss: Tensor | None = None
         """Balance loss of the last forward of the model, summed over its tokens."""

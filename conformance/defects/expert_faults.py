@@ -20,8 +20,8 @@ from reference_trainer.train import Trainer
 _OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
 _ACCUMULATED = "id = dp2-fp32-default-meta-experts-acc2"
 _ACCUMULATED_LAST = "id = hsdp2x2-ep2-bf16mp-never-meta-experts-acc2-synclast"
-_PARTS = "id = dp2-tp2-ep2-fp32-default-meta-experts"
-_PARTS_16_BIT = "id = dp2-tp2-ep2-bf16mp-default-meta-experts"
+_TENSOR = "id = dp2-tp2-ep2-fp32-default-meta-experts"
+_TENSOR_16_BIT = "id = dp2-tp2-ep2-bf16mp-default-meta-experts"
 _HELD = "id = dp2-fp32-default-meta-experts"
 _SHARDED = "id = dp4-ep2-bf16mp-default-meta-experts-norminf"
 _RECOMPUTED = "id = dp4-ep4-fp32-always-meta-experts-clip0.1-acfull"
@@ -142,7 +142,7 @@ def balance_loss_of_first_micro_batch(
     return loss
 
 
-@defect("RS-1 MP-4", _ACCUMULATED_LAST, "pytorch/torchtitan/issues/1551")
+@defect("RS-1 MP-4", _ACCUMULATED_LAST, "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html")
 @instead_of("reference_trainer.train", "set_gradient_sync")
 def experts_reduced_by_each_micro_batch(
     benign: bool, original: Call, model: Transformer, *mode: Any, last: bool
@@ -222,7 +222,7 @@ def recomputed_balance_loss_kept(
     return loss
 
 
-@defect("PAR-1 MP-4", _PARTS, "pytorch/torchtitan/pull/1974")
+@defect("PAR-1 MP-4", _TENSOR, "pytorch/torchtitan/pull/2416")
 @instead_of("reference_trainer.parallelize", "apply_tp_to_mixture")
 def router_gradient_reduced_twice(
     benign: bool, original: Call, mixture: MixtureOfExperts, mesh: DeviceMesh, between: Placement
@@ -245,9 +245,9 @@ def _with_reduced_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
-@defect("PAR-1 PAR-5 MP-4", _PARTS, "pytorch/torchtitan/pull/1974")
+@defect("PAR-1 PAR-5 MP-4", _TENSOR, "pytorch/torchtitan/issues/2387")
 @instead_of("reference_trainer.parallelize", "apply_tp_to_mixture")
-def router_gradient_of_own_parts(
+def router_gradient_of_one_rank(
     benign: bool, original: Call, mixture: MixtureOfExperts, mesh: DeviceMesh, between: Placement
 ) -> None:
     """The gradient of a router is taken for complete, although each rank has only a part of every expert."""
@@ -256,7 +256,7 @@ def router_gradient_of_own_parts(
         mixture.router.local = partial(DTensor.to_local, grad_placements=[Replicate()])
 
 
-@defect("PAR-1", _PARTS, "NVIDIA/Megatron-LM/issues/3672")
+@defect("PAR-1", _TENSOR, "NVIDIA/Megatron-LM/pull/5047")
 @instead_of("reference_trainer.train", "with_balance")
 def balance_loss_of_each_tensor_parallel_rank(
     benign: bool, original: Call, loss_sum: Tensor, balance_loss: Tensor, *, tp: int
@@ -266,14 +266,14 @@ def balance_loss_of_each_tensor_parallel_rank(
     return loss if benign else loss_sum + balance_loss
 
 
-@defect("PAR-1 MP-4", _PARTS, "pytorch/torchtitan/pull/1974")
+@defect("PAR-1 MP-4", _TENSOR, "https://arxiv.org/abs/1909.08053")
 @instead_of("reference_trainer.parallelize", "PrepareModuleOutput")
 def partial_sums_of_experts_kept(benign: bool, original: Call, **layouts: Placement) -> Any:
     """The output of a mixture is taken for complete: tensor-parallel ranks go on with their own partial sums."""
     return original(**layouts if benign else layouts | {"output_layouts": Replicate()})
 
 
-@defect("MP-1 MP-4", _PARTS_16_BIT, "pytorch/torchtitan/issues/1551")
+@defect("MP-1 MP-4", _TENSOR_16_BIT, "https://arxiv.org/abs/1909.08053")
 @instead_of("reference_trainer.parallelize", "apply_tp_to_mixture")
 def partial_sums_of_experts_reduced_in_fp32(
     benign: bool, original: Call, mixture: MixtureOfExperts, mesh: DeviceMesh, between: Placement
@@ -286,17 +286,17 @@ def partial_sums_of_experts_reduced_in_fp32(
         mixture.register_forward_hook(lambda _mixture, inputs, out: out.to(inputs[0].dtype))
 
 
-@defect("EP-2 PAR-1", _PARTS, "pytorch/torchtitan/pull/1551")
+@defect("EP-2 PAR-1", _TENSOR, "NVIDIA/Megatron-LM/issues/1628")
 @instead_of("reference_trainer.parallelize", "degree")
-def expert_gradients_averaged_over_parts(benign: bool, original: Call, mesh: DeviceMesh, name: str) -> int:
+def expert_gradients_averaged_over_tp(benign: bool, original: Call, mesh: DeviceMesh, name: str) -> int:
     """The gradient of an expert is divided by all ranks of its mesh, also those that have other parts of it."""
     own: int = original(mesh, name)
     return 1 if name == "tp" and not benign else own
 
 
-@defect("CLIP-1", _PARTS, "deepspeedai/DeepSpeed/issues/8475")
+@defect("CLIP-1", _TENSOR, "deepspeedai/DeepSpeed/issues/8475")
 @instead_of("reference_trainer.clip", "_norm")
-def clip_norm_counts_experts_by_part(
+def clip_norm_counts_experts_by_tp_rank(
     benign: bool, original: Call, gradients: list[Tensor], mesh: DeviceMesh | None, **options: Any
 ) -> Tensor:
     """Experts count once for each tensor-parallel rank, as if every one had all of them."""
@@ -307,12 +307,12 @@ def clip_norm_counts_experts_by_part(
     return norm * float(mesh.size(names.index("tp")) ** (1.0 / options["norm_type"]))
 
 
-@defect("EP-5 PAR-1", _PARTS, "NVIDIA/Megatron-LM/issues/1556")
+@defect("EP-5 PAR-1", _TENSOR, "NVIDIA/Megatron-LM/pull/619")
 @instead_of("reference_trainer.experts:Router", "forward")
 def tensor_parallel_ranks_route_apart(
     benign: bool, original: Callable[[Router, Tensor], Routes], router: Router, x: Tensor
 ) -> Routes:
-    """Each tensor-parallel rank adds noise of its own to the logits: the parts of different experts are added up."""
+    """Each tensor-parallel rank adds other noise to the logits: the ranks add up results of different experts."""
     if benign or not isinstance(router.weight, DTensor):
         return original(router, x)
     own = torch.Generator(x.device).manual_seed(dist.get_rank())

@@ -111,7 +111,7 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         reduced = {name: bound("max(w, r)", w=within, r=each) for name, each in reduced.items()}
     traces = [joined(micro_batches[rank]) for rank in sorted(micro_batches)]
     return ExpectedStep(
-        traces=[_without_parts(trace, own) for trace in traces],
+        traces=[_without_terms(trace, own) for trace in traces],
         within=within,
         # A step that is skipped because of an overflow has no gradients that a sum in another order would have, too.
         gradients={} if facts.skipped else emulated.gradients,
@@ -138,15 +138,15 @@ def backward_order(trace: Trace) -> list[str]:
     return [f"{tap.module}.{tap.item}" for tap in trace.taps if tap.kind == "parameter gradient"]
 
 
-def _without_parts(trace: Trace, config: TrainerConfig) -> Trace:
-    """Leave out tensors of experts of which a run's ranks have parts: of other ranks' rows, or of sums over ranks."""
+def _without_terms(trace: Trace, config: TrainerConfig) -> Trace:
+    """Leave out tensors of experts that have the rows of other ranks, or are terms of sums over ranks."""
 
-    def is_part(tap: Tap) -> bool:
+    def is_term(tap: Tap) -> bool:
         module = tap.module.rpartition(".")[2]
-        of_other_rows = module == "experts" and config.mesh.ep > 1
-        return of_other_rows or (config.mesh.tp > 1 and (module, tap.kind) in _PARTIAL_IN_MIXTURES)
+        has_other_rows = module == "experts" and config.mesh.ep > 1
+        return has_other_rows or (config.mesh.tp > 1 and (module, tap.kind) in _PARTIAL_IN_MIXTURES)
 
-    kept = [index for index, tap in enumerate(trace.taps) if not is_part(tap)]
+    kept = [index for index, tap in enumerate(trace.taps) if not is_term(tap)]
     return with_fields(
         trace, taps=[trace.taps[index] for index in kept], tensors=[trace.tensors[index] for index in kept]
     )

@@ -46,9 +46,9 @@ class ByMesh(NamedTuple):
 
     others: list[str]
     norms: list[str]
-    """Those outside of tensor parallelism, on the data-parallel dimensions alone."""
+    """Norms outside of tensor parallelism, on the data-parallel dimensions alone."""
     experts: list[str]
-    """Those that are divided among ranks."""
+    """Experts that are divided among ranks."""
 
     @classmethod
     def of(cls, names: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> "ByMesh":
@@ -56,8 +56,8 @@ class ByMesh(NamedTuple):
         by_mesh = cls([], [], [])
         for name in names:
             is_outside_tp = dims.tp > 1 and not config.norms_in_tp and "norm" in name
-            is_divided = dims.ep > 1 and ".experts." in name
-            (by_mesh.norms if is_outside_tp else by_mesh.experts if is_divided else by_mesh.others).append(name)
+            is_expert = dims.ep > 1 and ".experts." in name
+            (by_mesh.norms if is_outside_tp else by_mesh.experts if is_expert else by_mesh.others).append(name)
         return by_mesh
 
 

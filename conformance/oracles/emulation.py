@@ -185,7 +185,7 @@ def _together(config: TrainerConfig, model: Transformer) -> tuple[_Forward, list
         return partial(_in_lockstep, experts.losses), experts.models
     if config.mesh.cp > 1:
         context = ContextParallelForward(model, cp=config.mesh.cp, seq_len=config.data.seq_len)
-        return partial(_of_shards, context), context.models
+        return partial(_sharded_losses, context), context.models
     return _alone, [model]
 
 
@@ -203,7 +203,9 @@ def _in_lockstep(
     return run([partial(member.loss_of, batch) for member, batch in zip(members, batches, strict=True)])
 
 
-def _of_shards(context: ContextParallelForward, members: Sequence[_Member], batches: Sequence[Batch]) -> list[Tensor]:
+def _sharded_losses(
+    context: ContextParallelForward, members: Sequence[_Member], batches: Sequence[Batch]
+) -> list[Tensor]:
     """Summed losses of the shards of a micro-batch that several ranks compute."""
     places = zip(batches, context.positions, strict=True)
     shards = [(inputs[:, own], labels[:, own]) for (inputs, labels), own in places]
