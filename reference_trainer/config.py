@@ -48,7 +48,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     experts_per_token: int = 2
     """Experts that are chosen for each token."""
     balance_weight: float = 0.01
-    """Weight of the loss that lets a router choose all experts equally often."""
+    """Weight of the loss that lets a router choose all experts equally often for the tokens of a micro-batch."""
     max_seq_len: int = 256
     """Length of the RoPE table."""
     rope_theta: float = 10000.0
@@ -463,7 +463,7 @@ def _check_skipped(config: TrainerConfig) -> None:
     require(
         not blocks or (config.mesh.pp == 1 and not config.model.n_experts),
         "skipped with a pipeline or experts: stages exchange activations of all blocks, and experts of a block are "
-        "balanced over all tokens of a step; use mesh.pp=1 and model.n_experts=0",
+        "balanced over all tokens of a pass; use mesh.pp=1 and model.n_experts=0",
     )
 
 
@@ -483,16 +483,7 @@ def _check_experts(config: TrainerConfig) -> None:
         f"model.n_experts with model.arithmetic {config.model.arithmetic}: probabilities of experts are no whole "
         "numbers; use arithmetic float",
     )
-    require(
-        config.accumulation == 1,
-        f"model.n_experts with accumulation {config.accumulation}: experts are balanced over a whole step, of which a "
-        "micro-batch sees only some tokens; use accumulation 1",
-    )
-    require(
-        config.mesh.tp == 1 and config.mesh.pp == 1,
-        "model.n_experts: the trainer applies neither tensor parallelism nor pipelines to experts; set mesh.tp=1 and "
-        "mesh.pp=1",
-    )
+    require(config.mesh.pp == 1, "model.n_experts: the trainer cuts no model with experts into stages; set mesh.pp=1")
     require(config.implementation == "fsdp2", "model.n_experts with fsdp1: use implementation fsdp2")
     recomputed = f"mesh.ep {ranks} with activation_checkpointing {config.activation_checkpointing}"
     require(

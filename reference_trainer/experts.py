@@ -21,6 +21,11 @@ Dispatch = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor
 number of rows of each expert. It returns the results in the order of the rows."""
 
 
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Return a tensor of a model that is not tensor-parallel; see `MixtureOfExperts.local`."""
+    return tensor
+
+
 class Routes(NamedTuple):
     """Experts of each token, and their weights."""
 
@@ -42,11 +47,13 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.experts_per_token = config.experts_per_token
+        self.local: Callable[[Tensor], Tensor] = as_it_is
+        """Function as `MixtureOfExperts.local`."""
 
     def forward(self, x: Tensor) -> Routes:
         """Choose experts for tokens of shape (tokens, dim)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        probabilities = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)
+        probabilities = F.linear(x.to(dtype), self.local(self.weight).to(dtype)).softmax(-1)
         top, experts = probabilities.topk(self.experts_per_token, dim=-1)
         return Routes(experts, top / top.sum(-1, keepdim=True), probabilities)
 
@@ -87,12 +94,15 @@ class MixtureOfExperts(nn.Module):
         self.dispatch: Dispatch = on_this_rank
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda load: load
         """Function that adds up, in place, the numbers of tokens by expert over all ranks with other tokens."""
+        self.local: Callable[[Tensor], Tensor] = as_it_is
+        """Function that returns the plain tensor of one that is equal on all tensor-parallel ranks. Each of these ranks
+        has a part of every expert, and of the output: gradients of such tensors are sums over these ranks."""
         self.balance_loss: Tensor | None = None
         """Balance loss of the last forward of the model, summed over its tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (batch, seq_len, dim), each position by itself."""
-        tokens = x.flatten(0, 1)
+        tokens = self.local(x).flatten(0, 1)
         routes = self.router(tokens)
         counts = self.counts(routes)
         loss = self.balance(routes, self.sum_over_ranks(counts.clone()))
@@ -131,7 +141,7 @@ class MixtureOfExperts(nn.Module):
         """
         by_token = results[order.argsort()].view(*routes.experts.shape, -1)
         mixed = (by_token * routes.weights.to(by_token.dtype).unsqueeze(-1)).sum(1)
-        out: Tensor = mixed.view_as(x) + self.shared(x)
+        out: Tensor = mixed.view(x.shape) + self.shared(x)
         return out
 
 

@@ -55,6 +55,18 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
+def with_balance(loss_sum: Tensor, balance_loss: Tensor | float, *, tp: int) -> Tensor:
+    """Add the balance loss of experts to a summed loss; both are those of the same tokens.
+
+    All tensor-parallel ranks compute the balance loss, and add up the gradients of routers: each has a share of it.
+    """
+    balance_loss = torch.as_tensor(balance_loss)
+    if tp == 1:
+        return loss_sum + balance_loss
+    share = balance_loss / tp
+    return full_loss(loss_sum) + share + (balance_loss - share).detach()
+
+
 def scaled_for_backward(loss_sum: Tensor, *, divisor: float, valid_tokens: int) -> Tensor:
     """Return the scalar from which backward starts, so that the reduced gradient is that of the step's mean loss.
 

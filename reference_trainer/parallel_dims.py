@@ -47,8 +47,9 @@ class ParallelDims:
 
     def expert_mesh_shape(self) -> dict[str, int]:
         """Return name and size of each dimension of the mesh of experts, outermost first."""
-        shape = {"dp_replicate": self.dp_replicate, "expert_shard": self.dp_shard // self.ep, "ep": self.ep}
-        return {name: size for name, size in shape.items() if size > 1 or name != "dp_replicate"}
+        inner = {"expert_shard": self.dp_shard // self.ep, "ep": self.ep}
+        outer, last = {"dp_replicate": self.dp_replicate}, {"tp": self.tp}
+        return {name: size for name, size in (outer | inner | last).items() if size > 1 or name in inner}
 
     def context_mesh_shape(self) -> dict[str, int]:
         """Return name and size of each dimension of the mesh in which `cp` ranks share samples, outermost first."""

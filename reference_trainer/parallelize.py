@@ -9,11 +9,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -147,13 +156,34 @@ def apply_tp_to_block(block: Block, mesh: DeviceMesh, config: TrainerConfig) -> 
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=between),
         "feed_forward": _gather_input(between, number_of_inputs=1),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=between),
     }
+    if isinstance(block.feed_forward, MixtureOfExperts):
+        apply_tp_to_mixture(block.feed_forward, mesh, between)
+    else:
+        plan |= _feed_forward_plan("feed_forward", RowwiseParallel(output_layouts=between))
     if norms := _norm_style(config):
         plan |= {"attention_norm": norms, "ffn_norm": norms}
     parallelize_module(block, mesh, plan)
+
+
+def _feed_forward_plan(prefix: str, down: RowwiseParallel) -> dict[str, ParallelStyle]:
+    return {f"{prefix}.w1": ColwiseParallel(), f"{prefix}.w3": ColwiseParallel(), f"{prefix}.w2": down}
+
+
+def apply_tp_to_mixture(mixture: MixtureOfExperts, mesh: DeviceMesh, between: Placement) -> None:
+    """Shard the shared expert as a dense network, and let each rank route all tokens, which are gathered before.
+
+    Weighted by the router, a rank's parts of all experts are one partial sum, which is reduced once. Routed experts are
+    sharded where they are divided among ranks, see `shard_experts`.
+    """
+    partial_sum = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    parallelize_module(mixture, mesh, _feed_forward_plan("shared", partial_sum))
+    # The gradient of a sum is known to all: torch up to 2.9 would take it for partial, too.
+    mixture.shared.register_forward_hook(lambda _module, _inputs, out: out.to_local(grad_placements=[Replicate()]))
+    parallelize_module(mixture, mesh, PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=between))
+    router = mixture.router
+    router.weight = nn.Parameter(distribute_tensor(router.weight, mesh, [Replicate()]))
+    mixture.local = router.local = partial(DTensor.to_local, grad_placements=[Partial()])
 
 
 def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
@@ -202,12 +232,21 @@ def _expert_mesh(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) ->
 def apply_ep(mixture: MixtureOfExperts, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
     """Balance experts over the tokens of all ranks, and divide them among ranks if there is a mesh for it."""
     mixture.sum_over_ranks = partial(sum_over_dp, mesh=mesh)
-    if expert_mesh is None:
+    shard_experts(mixture.experts, expert_mesh or mesh)
+    if expert_mesh is not None:
+        mixture.dispatch = partial(over_ranks, group=expert_mesh.get_group("ep"))
+
+
+def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank of `ep` other experts, and each tensor-parallel rank a part of their hidden layers."""
+    names = tuple(name for name in ("ep", "tp") if name in (mesh.mesh_dim_names or ()))
+    if not names:
         return
-    ep = expert_mesh["ep"]
-    for name, parameter in mixture.experts.named_parameters():
-        mixture.experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, ep, [Shard(0)])))
-    mixture.dispatch = partial(over_ranks, group=ep.get_group())
+    own = mesh[names]
+    for name, parameter in experts.named_parameters():
+        sharded = {"ep": Shard(0), "tp": Shard(2 if name == "w2" else 1)}
+        weight = distribute_tensor(parameter, own, [sharded[each] for each in names])
+        experts.register_parameter(name, nn.Parameter(weight))
 
 
 def apply_ac(block: Block, *, mode: Literal["full", "selective"]) -> None:
@@ -268,9 +307,10 @@ def apply_fsdp_to_experts(
     The gradient of an expert has the tokens of all ranks that send it some: FSDP would divide it by the ranks that
     share it, and not, as all others, by those that see different data.
     """
+    different_data = mesh.size() // degree(mesh, "tp")
     fully_shard(experts, reshard_after_forward=reshard_after_forward, **options | {"mesh": fsdp_mesh(mesh)})
     group = cast("FSDPModule", experts)
-    group.set_gradient_divide_factor(float(mesh.size()))
+    group.set_gradient_divide_factor(float(different_data))
     # gloo has no reduction that multiplies first. A group of one shard must not be told so: it would divide twice
     # (findings/divide_factor_of_one_shard.py).
     group.set_force_sum_reduction_for_comms(degree(mesh, "expert_shard") > 1)

@@ -30,6 +30,7 @@ from reference_trainer.loss import (
     scaled_for_backward,
     sum_over,
     summed_loss,
+    with_balance,
 )
 from reference_trainer.mesh import build_mesh, check_offload, dp_rank, set_tf32
 from reference_trainer.observer import Observer
@@ -180,7 +181,7 @@ class Trainer:
             logits = self.model(own_inputs.to(self.device))
             loss_sum = self._summed_loss(logits, own_labels.to(self.device))
             if self.config.model.n_experts:
-                loss_sum = loss_sum + self.model.balance_loss()
+                loss_sum = with_balance(loss_sum, self.model.balance_loss(), tp=self.dims.tp)
             waiting.append(loss_sum)
             if len(waiting) == self.config.passes:
                 self.observer.phase("backward", step=step)

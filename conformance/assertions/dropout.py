@@ -41,8 +41,8 @@ def _choices_of_step(record: Record, step: int) -> list[Tensor]:
         for facts in record.ranks
     }
     chosen = [record.shards_below(f"step{step}/experts/", rank=rank) for _, rank in sorted(by_coordinate.items())]
-    blocks = range(record.config.model.n_layers)
-    return [torch.cat([experts[str(block)] for experts in chosen]) for block in blocks]
+    blocks, passes = range(record.config.model.n_layers), range(record.config.accumulation)
+    return [torch.cat([own[f"{index}/{block}"] for own in chosen for index in passes]) for block in blocks]
 
 
 def are_masks_seen(record: Record) -> bool:

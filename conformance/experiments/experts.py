@@ -34,7 +34,7 @@ class Routing(msgspec.Struct):
 
 @experiment(needs=Needs.TRAINING)
 def routing(rank: RankWorld) -> list[Routing]:
-    """Train one step, and return the choice of each block's router."""
+    """Train one step, and return the choice of each block's router, micro-batch by micro-batch."""
     watch = _Watch()
     rank.trainer(watch).train_step(0)
     return watch.routings
@@ -46,6 +46,7 @@ class _Watch(Observer):
     def __init__(self) -> None:
         self.routings: list[Routing] = []
         self._mixtures: list[MixtureOfExperts] = []
+        self._phase = ""
 
     def initialized(self, model: Transformer) -> None:
         """Hook each router; a hook sees the weight that FSDP has gathered."""
@@ -54,17 +55,18 @@ class _Watch(Observer):
             mixture.router.register_forward_hook(self._note)
 
     def phase(self, name: str, *, step: int) -> None:
-        """Read the balance losses when forward has ended; recomputed ones are not noted."""
-        if name == "backward" and len(self.routings) == len(self._mixtures):
-            for routed, mixture in zip(self.routings, self._mixtures, strict=True):
+        """Read the balance losses when forward has ended; recomputed and evaluated ones are not noted."""
+        if self._phase == "forward":
+            for routed, mixture in zip(self.routings[-len(self._mixtures) :], self._mixtures, strict=True):
                 assert mixture.balance_loss is not None
                 routed.balance_loss = float(mixture.balance_loss.detach())
+        self._phase = name
 
     @torch.no_grad()
     def _note(self, router: Router, inputs: tuple[Tensor, ...], routes: Routes) -> None:
-        if len(self.routings) == len(self._mixtures):
+        if self._phase != "forward":
             return
-        x, weight = inputs[0].double(), router.weight.double()
+        x, weight = inputs[0].double(), router.local(router.weight).double()
         exact = (x @ weight.T).log_softmax(-1)
         self.routings.append(
             Routing(
@@ -112,7 +114,7 @@ _CHOICES: Mapping[str, _Choice] = {
 def exchange_rows(rank: RankWorld) -> dict[str, Exchange]:
     """Let experts that multiply by their number compute rows of whole numbers, by the rule that chooses experts."""
     mixture, experts = rank.trainer().model.mixtures[0], rank.config.model.n_experts
-    first_held = rank.rank % rank.dims.ep * experts // rank.dims.ep
+    first_held = rank.dims.shard_rank(rank.rank) % rank.dims.ep * experts // rank.dims.ep
     outcomes = {}
     for name, choose in _CHOICES.items():
         chosen = choose(rank.rank, experts).to(rank.device)

@@ -32,7 +32,7 @@ from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
 from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
-from reference_trainer.loss import loss_context, summed_loss
+from reference_trainer.loss import loss_context, summed_loss, with_balance
 from reference_trainer.mesh import build_expert_mesh, build_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Stage, StageLayers, Transformer
@@ -89,11 +89,11 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
         apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
-    if config.mesh.ep > 1:
-        among = ParallelDims(dp_replicate=1, dp_shard=config.mesh.ep, tp=1, ep=config.mesh.ep)
+    if config.model.n_experts and (tp > 1 or config.mesh.ep > 1):
+        among = ParallelDims(dp_replicate=1, dp_shard=config.mesh.ep, tp=tp, ep=config.mesh.ep)
         mesh, expert_mesh = build_mesh(among, device), build_expert_mesh(among, device)
         for mixture in model.mixtures:
-            apply_ep(mixture, mesh, expert_mesh)
+            apply_ep(mixture, mesh, expert_mesh if config.mesh.ep > 1 else None)
     for block in model.blocks.values():
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
@@ -175,7 +175,9 @@ def _forward_backward(
     ):
         logits = model(own_inputs.to(device))
         loss = summed_loss(logits, own_labels.to(device), arithmetic=config.model.arithmetic)
-        waiting.append(loss + model.balance_loss() if config.model.n_experts else loss)
+        if config.model.n_experts:
+            loss = with_balance(loss, model.balance_loss(), tp=config.mesh.tp)
+        waiting.append(loss)
         if len(waiting) < config.passes:
             return
         mark("backward")

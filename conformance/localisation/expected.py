@@ -75,6 +75,8 @@ class ExpectedStep(ExpectedTraces):
     """Mean loss over the step, in nats."""
     loss_within: float
     """Relative deviation of the loss that rounding can explain."""
+    order: Sequence[str]
+    """Parameters in the order in which backward computes their gradients."""
     weight: float
     """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
 
@@ -107,23 +109,44 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
     within = _within_one_micro_batch(own)
     if within.value > 0.0:
         reduced = {name: bound("max(w, r)", w=within, r=each) for name, each in reduced.items()}
+    traces = [joined(micro_batches[rank]) for rank in sorted(micro_batches)]
     return ExpectedStep(
-        traces=[_without_exchanged_rows(joined(micro_batches[rank]), own) for rank in sorted(micro_batches)],
+        traces=[_without_terms(trace, own) for trace in traces],
         within=within,
         # A step that is skipped because of an overflow has no gradients that a sum in another order would have, too.
         gradients={} if facts.skipped else emulated.gradients,
         gradients_within=reduced,
         loss=emulated.loss,
         loss_within=max(within.value, tolerance.fp32_loss(own).value),
+        order=backward_order(traces[0]),
         weight=1.0 / (len(micro_batches) * facts.loss_scale),
     )
 
 
-def _without_exchanged_rows(trace: Trace, config: TrainerConfig) -> Trace:
-    """Leave out inputs and results of experts that several ranks divide: they have the rows of other ranks, too."""
-    if config.mesh.ep == 1:
-        return trace
-    kept = [index for index, tap in enumerate(trace.taps) if not tap.module.endswith(".experts")]
+_PARTIAL_IN_MIXTURES = {
+    *(("experts", "output"), ("experts", "input gradient"), ("shared", "output")),
+    *(("router", "output gradient"), ("router", "input gradient")),
+}
+"""Modules in a mixture of experts, and kinds of their plain tensors that are terms of sums over tensor-parallel ranks.
+
+The mixture adds them up, and its output, and the gradient of its input, are summed over the ranks.
+"""
+
+
+def backward_order(trace: Trace) -> list[str]:
+    """Return the parameters in the order in which backward computes their gradients."""
+    return [f"{tap.module}.{tap.item}" for tap in trace.taps if tap.kind == "parameter gradient"]
+
+
+def _without_terms(trace: Trace, config: TrainerConfig) -> Trace:
+    """Leave out tensors of experts that have the rows of other ranks, or are terms of sums over ranks."""
+
+    def is_term(tap: Tap) -> bool:
+        module = tap.module.rpartition(".")[2]
+        has_other_rows = module == "experts" and config.mesh.ep > 1
+        return has_other_rows or (config.mesh.tp > 1 and (module, tap.kind) in _PARTIAL_IN_MIXTURES)
+
+    kept = [index for index, tap in enumerate(trace.taps) if not is_term(tap)]
     return with_fields(
         trace, taps=[trace.taps[index] for index in kept], tensors=[trace.tensors[index] for index in kept]
     )

@@ -21,7 +21,7 @@ from conformance.instruments.taps import Line
 from conformance.instruments.tensor_file import write_tensors
 from conformance.localisation import states
 from conformance.localisation.equality import CLOSE, deviation, multiple
-from conformance.localisation.expected import ExpectedStep, PlaceRule
+from conformance.localisation.expected import ExpectedStep, PlaceRule, backward_order
 from conformance.localisation.formulas import weights_by_step
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.shards import assembled
@@ -231,6 +231,7 @@ class SubjectRun(TappedRun):
             gradients_within={name: self._bound(own[name], overall) for name in gradients},
             loss=facts.loss,
             loss_within=self._bound(facts.loss_error, overall).value,
+            order=backward_order(traces[0]),
             weight=1.0,
             places=places,
             is_layout_known=False,

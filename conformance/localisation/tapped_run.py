@@ -171,13 +171,12 @@ class TappedRun(ABC):
         )
 
     def _reduction(self, step: int, expected: ExpectedStep, compared: ComparedStep) -> Location | None:
-        order = [f"{tap.module}.{tap.item}" for tap in expected.traces[0].taps if tap.kind == "parameter gradient"]
         wrong = wrong_shards(
             self.ranks,
             partial(self.shards, f"step{step}/gradient/"),
             partial(shards_of, self.record, expected.gradients),
             within=expected.gradients_within,
-            order=order,
+            order=expected.order,
             may_be_more=not expected.gradients,  # none are expected of a step that overflows
         )
         if wrong is None:

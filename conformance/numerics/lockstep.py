@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Barrier, BrokenBarrierError, Lock
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -25,14 +25,12 @@ def shared(context: AbstractContextManager[object]) -> Iterator[None]:
         _shared.remove(context)
 
 
-class Lockstep(Generic[Given]):
+class Lockstep:
     """Meetings of as many functions as there are members, in each of which all give something and get something."""
 
-    def __init__(self, members: int, exchange: Callable[[Sequence[Given]], Sequence[Given]]) -> None:
-        """`exchange` computes the values that the members get at a meeting from the values that they have given."""
-        self._exchange = exchange
-        self._given: list[Given | None] = [None] * members
-        self._got: Sequence[Given] = ()
+    def __init__(self, members: int) -> None:
+        self._given: list[Any] = [None] * members
+        self._got: Sequence[Any] = ()
         self._turn, self._barrier = Lock(), Barrier(members)
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -44,18 +42,22 @@ class Lockstep(Generic[Given]):
             raise error
         return [future.result() for future in futures]
 
-    def meet(self, member: int, given: Given) -> Given:
-        """Return the value that a member gets at its next meeting; called by its function."""
+    def meet(self, member: int, given: Given, exchange: Callable[[Sequence[Given]], Sequence[Result]]) -> Result:
+        """Return the value that a member gets at its next meeting; called by its function.
+
+        `exchange`, the same for all members, computes what they get from what they have given.
+        """
         self._given[member] = given
         self._turn.release()
         try:
             if self._barrier.wait() == 0:
                 with self._turn:
-                    self._got = self._exchange([each for each in self._given if each is not None])
+                    self._got = exchange(self._given)
             self._barrier.wait()
         finally:
             self._turn.acquire()
-        return self._got[member]
+        got: Result = self._got[member]
+        return got
 
     def _take_turns(self, function: Callable[[], Result]) -> Result:
         with self._turn, ExitStack() as stack:

@@ -9,6 +9,7 @@ before they are combined; but see `VersionTraits.norms_reduced_one_by_one`.
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -29,16 +30,35 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     among ranks are on a mesh of theirs, which comes second.
     """
     names, policy = list(parameters), dtype_policy(config.precision)
-    outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
-    experts = [name for name in names if ".experts." in name] if dims.ep > 1 else []
-    dtype = policy.sharded if outside_tp else policy.sharded_norms
+    by_mesh = ByMesh.of(names, config, dims)
+    dtype = policy.sharded if by_mesh.norms else policy.sharded_norms
     shards, tp = ("dp_shard", dims.dp_shard), ("tp", dims.tp)
-    inside = _norm(len(names) - len(outside_tp) - len(experts), (shards, tp), config, dtype)
-    outside = _norm(len(outside_tp), (shards,), config, policy.sharded_norms) if outside_tp else []
+    inside = _norm(len(by_mesh.others), (shards, tp), config, dtype)
+    outside = _norm(len(by_mesh.norms), (shards,), config, policy.sharded_norms) if by_mesh.norms else []
     expert_groups = [(subgroup(ranks, dims), ranks) for ranks in (dims.dp_shard // dims.ep, dims.ep)]
-    outside += _norm(len(experts), expert_groups, config, policy.sharded) if experts else []
+    outside += _norm(len(by_mesh.experts), [*expert_groups, tp], config, policy.sharded) if by_mesh.experts else []
     stage_norms = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
-    return (outside + inside if names[0] in outside_tp else inside + outside) + stage_norms
+    return (outside + inside if names[0] in by_mesh.norms else inside + outside) + stage_norms
+
+
+class ByMesh(NamedTuple):
+    """Names of parameters by the mesh of their gradients."""
+
+    others: list[str]
+    norms: list[str]
+    """Norms outside of tensor parallelism, on the data-parallel dimensions alone."""
+    experts: list[str]
+    """Experts that are divided among ranks."""
+
+    @classmethod
+    def of(cls, names: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> "ByMesh":
+        """Return the meshes of parameters."""
+        by_mesh = cls([], [], [])
+        for name in names:
+            is_outside_tp = dims.tp > 1 and not config.norms_in_tp and "norm" in name
+            is_expert = dims.ep > 1 and ".experts." in name
+            (by_mesh.norms if is_outside_tp else by_mesh.experts if is_expert else by_mesh.others).append(name)
+        return by_mesh
 
 
 def _norm(parameters: int, groups: Sequence[tuple[str, int]], config: TrainerConfig, dtype: str) -> list[Event]:

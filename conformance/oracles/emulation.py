@@ -25,7 +25,6 @@ from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
-from conformance.oracles.expert_routing import share_load
 from conformance.oracles.frozen import at_step, is_trained
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
@@ -130,21 +129,11 @@ def _emulated(
     if config.float8 != "none":
         multiply_in_float8(model, masters, config)
     ring = ring_of(kernels)
-    forward, models = _alone, [model]
-    if config.mesh.cp > 1:
-        context = ContextParallelForward(model, cp=config.mesh.cp, seq_len=config.data.seq_len)
-        forward, models = partial(_in_lockstep, context), context.models
+    forward, models = _together(config, model)
     members = [_member(config, own, ring) for own in models]
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, rounding=dropout)
-    if config.mesh.ep > 1:
-        loss, gradients = _expert_parallel_gradients(config, model, batch, masks, dropout, scale=scale * loss_scale)
-    else:
-        if config.model.n_experts:
-            _share_load(config, model, batch, masks, partial(drop, model))
-        loss, gradients = _local_gradients(
-            config, members, forward, batch, masks, drop, observe, scale=scale * loss_scale
-        )
+    loss, gradients = _local_gradients(config, members, forward, batch, masks, drop, observe, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=members[0].copied, ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
@@ -188,22 +177,48 @@ def _member(config: TrainerConfig, model: Transformer, ring: Ring) -> _Member:
     )
 
 
-def _alone(members: Sequence[_Member], batch: Batch) -> list[Tensor]:
+_Forward = Callable[[Sequence[_Member], Sequence[Batch]], list[Tensor]]
+"""Function of ranks that compute together, and the micro-batch of each, that returns their summed losses."""
+
+
+def _together(config: TrainerConfig, model: Transformer) -> tuple[_Forward, list[Transformer]]:
+    """Return the forward of ranks that compute together, and the models of these: of a single rank the model itself."""
+    if config.model.n_experts:
+        experts = ExpertParallelForward(model, ranks=_data_parallel_size(config), ep=config.mesh.ep)
+        return partial(_in_lockstep, experts.losses), experts.models
+    if config.mesh.cp > 1:
+        context = ContextParallelForward(model, cp=config.mesh.cp, seq_len=config.data.seq_len)
+        return partial(_sharded_losses, context), context.models
+    return _alone, [model]
+
+
+def _alone(members: Sequence[_Member], batches: Sequence[Batch]) -> list[Tensor]:
     """Summed loss of a micro-batch that one rank computes."""
-    return [member.loss_of(batch) for member in members]
+    return [member.loss_of(batch) for member, batch in zip(members, batches, strict=True)]
 
 
-def _in_lockstep(context: ContextParallelForward, members: Sequence[_Member], batch: Batch) -> list[Tensor]:
+def _in_lockstep(
+    run: Callable[[Sequence[Callable[[], Tensor]]], list[Tensor]],
+    members: Sequence[_Member],
+    batches: Sequence[Batch],
+) -> list[Tensor]:
+    """Summed losses of micro-batches that several ranks compute in lockstep."""
+    return run([partial(member.loss_of, batch) for member, batch in zip(members, batches, strict=True)])
+
+
+def _sharded_losses(
+    context: ContextParallelForward, members: Sequence[_Member], batches: Sequence[Batch]
+) -> list[Tensor]:
     """Summed losses of the shards of a micro-batch that several ranks compute."""
-    inputs, labels = batch
-    shards = [(inputs[:, places], labels[:, places]) for places in context.positions]
-    return context.losses([partial(member.loss_of, shard) for member, shard in zip(members, shards, strict=True)])
+    places = zip(batches, context.positions, strict=True)
+    shards = [(inputs[:, own], labels[:, own]) for (inputs, labels), own in places]
+    return _in_lockstep(context.losses, members, shards)
 
 
 def _local_gradients(
     config: TrainerConfig,
     members: Sequence[_Member],
-    forward: Callable[[Sequence[_Member], Batch], list[Tensor]],
+    forward: _Forward,
     batch: Batch,
     masks: Sequence[Tensor],
     drop: Callable[[Transformer, Sequence[Tensor]], None],
@@ -213,8 +228,7 @@ def _local_gradients(
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by backward and data-parallel rank.
 
-    Backwards come in the order in which their gradients are added up. `forward` returns the losses of the members that
-    share a micro-batch, `drop` sets the masks of the next forward.
+    Backwards come in the order in which their gradients are added up. `drop` sets the masks of the next forward.
     """
     loss, gradients, order = 0.0, [], backward_order(config)
     for place in range(backward_count(config)):
@@ -226,47 +240,23 @@ def _local_gradients(
         for leaves in used:
             _set_grad_dtypes(config, leaves, place)
         ranks: list[Tensors] = []
-        for group in range(_data_parallel_size(config) // len(members)):
+        for first in range(0, _data_parallel_size(config), len(members)):
             losses: list[list[Tensor]] = []
             with ExitStack() as observed:
-                for rank, member in enumerate(members, start=len(ranks)):
+                for rank, member in enumerate(members, start=first):
                     observed.enter_context(observe(member.model, rank, together[0] // config.passes, place))
                 for index in together:
-                    for member in members:
+                    batches: list[Batch] = []
+                    for rank, member in enumerate(members, start=first):
                         leave_out(member.model, config, index)
-                        drop(member.model, _micro_batch(config, masks, group, index))
-                    inputs, labels = _micro_batch(config, batch, group, index)
-                    losses.append(forward(members, (inputs, labels)))
+                        drop(member.model, _micro_batch(config, masks, rank, index))
+                        inputs, labels = _micro_batch(config, batch, rank, index)
+                        batches.append((inputs, labels))
+                    losses.append(forward(members, batches))
                 ranks += _gradients_of(config, used, [[own * scale for own in each] for each in losses])
             loss += sum(float(own.detach()) for each in losses for own in each)
         gradients.append(ranks)
     return loss, gradients
-
-
-def _expert_parallel_gradients(
-    config: TrainerConfig,
-    model: Transformer,
-    batch: Batch,
-    masks: Sequence[Tensor],
-    rounding: Rounding,
-    *,
-    scale: float,
-) -> tuple[float, list[list[Tensors]]]:
-    """Results as those of `_local_gradients`, of ranks that divide experts, each with the gradients of its experts."""
-    forward = ExpertParallelForward(model, ranks=_data_parallel_size(config), ep=config.mesh.ep)
-    leaves: list[Tensors] = [dict(own.named_parameters()) for own in forward.models]
-    for rank, own in enumerate(forward.models):
-        replay(own, _micro_batch(config, masks, rank, 0), rounding=rounding)
-        _set_grad_dtypes(config, leaves[rank], place=0)
-    inputs, labels = ([_micro_batch(config, [each], rank, 0)[0] for rank in range(len(leaves))] for each in batch)
-    losses = [
-        _cross_entropy(logits, targets) + own.balance_loss()
-        for logits, targets, own in zip(forward(inputs), labels, forward.models, strict=True)
-    ]
-    flat = [leaf for own in leaves for leaf in own.values()]
-    gradients = iter(torch.autograd.grad([loss * scale for loss in losses], flat))
-    by_rank = [{name: next(gradients) for name in own} for own in leaves]
-    return sum(float(loss.detach()) for loss in losses), [by_rank]
 
 
 def _gradients_of(
@@ -414,22 +404,10 @@ def _with_balance(loss_of: Callable[[Batch], Tensor], model: Transformer) -> Cal
     return lambda batch: loss_of(batch) + model.balance_loss()
 
 
-def _share_load(
-    config: TrainerConfig,
-    model: Transformer,
-    batch: Batch,
-    masks: Sequence[Tensor],
-    drop: Callable[[Sequence[Tensor]], None],
-) -> None:
-    """Let the experts of each rank balance the tokens of all ranks, of the only micro-batch."""
-    tokens = [_micro_batch(config, batch, rank, 0)[0] for rank in range(_data_parallel_size(config))]
-    share_load(model, tokens, lambda rank: drop(_micro_batch(config, masks, rank, 0)))
-
-
 def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, index: int) -> list[Tensor]:
     """Consecutive samples belong to a rank, or to those that share them, and within it to a micro-batch."""
     groups = _data_parallel_size(config) // config.mesh.cp
-    return [t.chunk(groups)[rank].chunk(config.accumulation)[index] for t in batch]
+    return [t.chunk(groups)[rank // config.mesh.cp].chunk(config.accumulation)[index] for t in batch]
 
 
 def _reduce_scatter_inputs(

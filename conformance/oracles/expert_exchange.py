@@ -20,12 +20,23 @@ def exchange_events(config: TrainerConfig, dims: ParallelDims, *, mixtures: int 
     if dims.ep == 1:
         return []
     model, data = config.model, config.data
-    tokens = data.global_batch_size // dims.dp * data.seq_len
+    tokens = data.global_batch_size // dims.dp // config.accumulation * data.seq_len
     dtype, group = dtype_policy(config.precision).compute, subgroup(dims.ep, dims)
-    recomputed = int(config.activation_checkpointing != "none")
     events = []
-    for phase, forwards, backwards in (("forward", 1, 0), ("backward", recomputed, 1)):
+    for phase, forwards in forward_passes(config).items():
+        backwards = config.accumulation if phase == "backward" else 0
         numbers = Event(phase, "all_to_all", group, model.n_experts, "int64")
         rows = Event(phase, "all_to_all", group, tokens * model.experts_per_token * model.dim, dtype)
         events += [*forwards * [numbers], *(2 * (forwards + backwards)) * [rows]]
     return (model.n_layers if mixtures is None else mixtures) * events
+
+
+def forward_passes(config: TrainerConfig) -> dict[str, int]:
+    """Return the number of forward passes through each block in a step, recomputed ones among them, by phase."""
+    micro_batches = config.accumulation
+    evaluated = {"evaluate": micro_batches - 1} if config.evaluation != "none" else {}
+    return {
+        **evaluated,
+        "forward": micro_batches,
+        "backward": micro_batches if config.activation_checkpointing != "none" else 0,
+    }

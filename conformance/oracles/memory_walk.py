@@ -41,6 +41,7 @@ import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
+from conformance.oracles.clip_schedule import ByMesh
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.frozen import trained
 from conformance.oracles.schedule import (
@@ -176,7 +177,7 @@ class Walk:
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
         gradients = trained(shapes, config)
-        self._replicated_over_tp = sum(sharded_dim(name) is None for name in gradients) if dims.tp > 1 else 0
+        self._by_mesh = ByMesh.of(gradients, config, dims)
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of the rank's shards of matrices, and of vectors, in the order of the optimizer; without padding."""
         self._is_stage = config.mesh.pp > 1
@@ -306,7 +307,7 @@ class Walk:
         Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
-        self._note(max(self._scalars_of_norms(experts=each) for each in (False, True)) * torch.float32.itemsize)
+        self._note(self._scalars_of_norms() * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
         if not self._offloads:
@@ -316,16 +317,18 @@ class Walk:
         self._phase = "idle"
         self._note()
 
-    def _scalars_of_norms(self, *, experts: bool) -> int:
-        """Return the number of scalars for the parameters of one mesh: that of experts, or that of all others.
-
-        Clipping takes the norms of one mesh after those of the other.
-        """
-        dims = self._dims
-        sharded = (dims.dp_shard // dims.ep, dims.ep) if experts else (dims.dp_shard, dims.tp)
-        parameters = sum((p.ep > 1) == experts for group in self._trained.values() for p in group)
-        order, replicated = self._config.optimizer.norm_order, 0 if experts else self._replicated_over_tp
-        return scalars_of_norms(order, parameters, replicated, sharded, self._traits)
+    def _scalars_of_norms(self) -> int:
+        """Return the most scalars at once: clipping takes the norms of one mesh after those of the other."""
+        dims, by_mesh = self._dims, self._by_mesh
+        replicated = sum(sharded_dim(name) is None for name in by_mesh.others) if dims.tp > 1 else 0
+        experts = (dims.dp_shard // dims.ep, dims.ep, dims.tp)
+        meshes = (
+            (by_mesh.others, replicated, (dims.dp_shard, dims.tp)),
+            (by_mesh.norms, 0, (dims.dp_shard,)),
+            (by_mesh.experts, 0, experts),
+        )
+        order, traits = self._config.optimizer.norm_order, self._traits
+        return max(scalars_of_norms(order, len(names), pending, sizes, traits) for names, pending, sizes in meshes)
 
     # Points in time of a group
 

@@ -67,8 +67,8 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    If forward passes leave out blocks, each micro-batch of all ranks is one pass. Dropout replays `masks`, and routers
-    the choices with them; raises ValueError if masks are missing.
+    If forward passes leave out blocks, or routers balance experts, each micro-batch of all ranks is one pass. Dropout
+    replays `masks`, and routers the choices with them; raises ValueError if masks are missing.
     """
 
     def gradients(parameters: Tensors, loss_sum: Tensor, valid_tokens: int) -> tuple[float, Tensors]:
@@ -109,17 +109,18 @@ def _train(
     update = _update(config.optimizer)
     for step in range(config.steps):
         batch = batches.global_batch(step)
-        replay_choices(model, masks.choices.get(step, ()) if masks else ())
+        choices = masks.choices.get(step, ()) if masks else ()
         valid_tokens = int((batch[1] != IGNORED_LABEL).sum())
         loss, grads = 0.0, Tensors()
-        passes = _passes(config, [*batch, *(masks.of(step) if masks else ())])
-        for index, (inputs, labels, *own_masks) in enumerate(passes):
+        passes = _passes(config, [*batch, *choices, *(masks.of(step) if masks else ())])
+        for index, (inputs, labels, *own) in enumerate(passes):
             leave_out(model, config, index, step=step)
-            replay(model, own_masks)
+            replay_choices(model, own[: len(choices)])
+            replay(model, own[len(choices) :])
             used: Tensors = {n: p for n, p in model.named_parameters() if is_computed(n, config, [index], step=step)}
-            mean, own = gradients(used, summed_loss(model, (inputs, labels)), valid_tokens)
+            mean, terms = gradients(used, summed_loss(model, (inputs, labels)), valid_tokens)
             loss += mean
-            grads |= {name: grads[name] + grad if name in grads else grad for name, grad in own.items()}
+            grads |= {name: grads[name] + grad if name in grads else grad for name, grad in terms.items()}
         grads = trained(grads, config, step=step)
         run.losses.append(loss)
         run.gradients.append(grads)
@@ -130,14 +131,22 @@ def _train(
 
 
 def _passes(config: TrainerConfig, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the samples of each forward pass, of a global batch: one, if no pass leaves out a block."""
-    if not config.skipped:
+    """Return the samples, or tokens, of each forward pass of a global batch, whose first dimension they are."""
+    if not _tells_passes_apart(config):
         return [tensors]
     if config.mesh.dp_shard == "auto":
         raise ValueError("mesh.dp_shard is auto: the samples of a micro-batch follow from the number of ranks")
     ranks = [t.chunk(config.mesh.dp_replicate * config.mesh.dp_shard) for t in tensors]
     indices = range(config.accumulation)
     return [[torch.cat([own.chunk(len(indices))[index] for own in each]) for each in ranks] for index in indices]
+
+
+def _tells_passes_apart(config: TrainerConfig) -> bool:
+    """Return whether a step depends on the samples of each micro-batch: if passes leave out blocks, or experts.
+
+    The balance loss of experts is that of a micro-batch, of all ranks.
+    """
+    return bool(config.skipped) or (config.model.n_experts > 0 and config.accumulation > 1)
 
 
 def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[int, Tensors]) -> ReferenceRun:
@@ -263,7 +272,7 @@ def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | N
     """Return the training run of one process in `dtype`, for weights as for computation.
 
     The run does not depend on mesh, precision, accumulation and other options that only move data, except through the
-    masks of dropout; if forward passes leave out blocks, mesh and accumulation say which samples are in a pass.
+    masks of dropout; where passes differ, mesh and accumulation say which samples are in each.
     """
     return _reference(_workload(config), dtype, masks)
 
@@ -277,7 +286,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration without the options that must not change the result."""
     return msgspec.structs.replace(
         config,
-        mesh=config.mesh if config.skipped else MeshConfig(),
+        mesh=config.mesh if _tells_passes_apart(config) else MeshConfig(),
         precision="fp32",
         loss_scale=LossScaleConfig(),
         tf32=False,
@@ -291,7 +300,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         loss_parallel=False,
         activation_checkpointing="none",
         compile="none",
-        accumulation=config.accumulation if config.skipped else 1,
+        accumulation=config.accumulation if _tells_passes_apart(config) else 1,
         passes=1,
         gradient_sync="each",
         evaluation="none",

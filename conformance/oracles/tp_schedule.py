@@ -42,6 +42,8 @@ from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
 _COLUMNS = ("wo", "w2")
+_EXPERTS = {"w1": 1, "w3": 1, "w2": 2}
+"""Sharded dimension of stacked experts, the hidden one."""
 
 
 def sharded_dim(parameter: str) -> int | None:
@@ -50,11 +52,13 @@ def sharded_dim(parameter: str) -> int | None:
     Raises ValueError for an unknown parameter.
     """
     module, kind = parameter.split(".")[-2:]
+    if module == "experts":
+        return _EXPERTS[kind]
     if module in _ROWS:
         return 0
     if module in _COLUMNS:
         return 1 if kind == "weight" else None
-    if is_norm(parameter):
+    if is_norm(parameter) or is_router(parameter):
         return None
     raise ValueError(f"parameter {parameter}: not in the tensor-parallel plan of {__name__}; add its module there")
 
@@ -62,6 +66,14 @@ def sharded_dim(parameter: str) -> int | None:
 def is_norm(parameter: str) -> bool:
     """Return whether a parameter belongs to a norm; tensor parallelism replicates it."""
     return parameter.split(".")[-2].endswith("norm")
+
+
+def is_router(parameter: str) -> bool:
+    """Return whether a parameter belongs to a router, whose gradient is a sum over tensor-parallel ranks.
+
+    Each of them has a copy of it, and a part of each expert that it chooses.
+    """
+    return parameter.split(".")[-2] == "router"
 
 
 def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
@@ -109,8 +121,12 @@ class _Traffic:
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         self.events: list[Event] = []
         self._config, self._tp = config, dims.tp
-        self._norms = {name: prod(shape) for name, shape in shapes.items() if is_norm(name)}
-        """Elements of norms; those of the first block stand for all blocks."""
+        self._copied = {
+            name: prod(shape)
+            for name, shape in shapes.items()
+            if is_router(name) or (is_norm(name) and config.sequence_parallel)
+        }
+        """Elements of parameters whose gradients are sums over the ranks; those of the first block stand for all."""
         self._trained = {group_of(name, config) for name in trained(shapes, config)}
         """Groups of FSDP with parameters that train."""
         self._policy = dtype_policy(config.precision)
@@ -183,8 +199,8 @@ class _Traffic:
             self._replicated_gradients("layers.0.ffn_norm.", f"{norm}.", micro_batch, ends)
         self._leave_backward()
         self._enter_backward()
-        within = ".attention_norm." if is_group else "."
-        self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
+        for within in (".attention_norm.", ".feed_forward.") if is_group else (".",):
+            self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
 
     def _enter(self, phase: str) -> None:
         if self._config.sequence_parallel:
@@ -212,10 +228,11 @@ class _Traffic:
             self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
     def _replicated_gradients(self, prefix: str, own_prefix: str, micro_batch: int, ends: int) -> None:
-        """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
+        """Issue the reductions over `tp` of gradients that are partial sums.
 
-        Norms are those whose names begin with `prefix`, under names of their own; gradients those of the backward that
-        `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
+        They are those of routers, and of norms whose activations sequence parallelism shards.
+        Parameters are those whose names begin with `prefix`, under names of their own; gradients those of the backward
+        that `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
 
         Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
         (FSDPParam._get_grad_inner_tensor), in the gradient's dtype: that of computation, or the dtype in which
@@ -225,10 +242,10 @@ class _Traffic:
         and is complete on every rank.
         """
         reduces, _ = communicates(self._config, ends)
-        names = {name: name.replace(prefix, own_prefix, 1) for name in self._norms if name.startswith(prefix)}
+        names = {name: name.replace(prefix, own_prefix, 1) for name in self._copied if name.startswith(prefix)}
         for name, own_name in names.items():
-            if self._config.sequence_parallel and reduces and is_trained(own_name, self._config):
-                self._reduce_replicated(self._norms[name], group_of(own_name, self._config), micro_batch, ends)
+            if reduces and is_trained(own_name, self._config):
+                self._reduce_replicated(self._copied[name], group_of(own_name, self._config), micro_batch, ends)
 
     def _reduce_replicated(self, numel: int, group: str, micro_batch: int, ends: int) -> None:
         config, together = self._config, passes_of(group, self._config, ends)

@@ -12,6 +12,7 @@ import msgspec
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.expert_exchange import forward_passes
 from conformance.oracles.float8 import gathered_in_float8
 from conformance.oracles.frozen import trained
 from conformance.oracles.loss_scale import unscale_events
@@ -144,11 +145,10 @@ def routed_experts(shapes: Shapes) -> list[int]:
 
 def _load_events(config: TrainerConfig, dims: ParallelDims, full: Shapes) -> list[Event]:
     """Sums of the numbers of tokens by expert over all data, in each block's forward and where it is recomputed."""
-    phases = ("forward", "backward") if config.activation_checkpointing != "none" else ("forward",)
     return [
         msgspec.structs.replace(each, numel=experts)
-        for phase in phases
-        for experts in routed_experts(full)
+        for phase, passes in forward_passes(config).items()
+        for experts in passes * routed_experts(full)
         for each in _sum(phase, "int64", dims, over=("dp_replicate", "dp_shard"))
     ]
 

@@ -38,7 +38,7 @@ class ContextParallelForward:
         """Places of each rank's tokens in a sequence."""
         self.models = [copy.deepcopy(model) for _ in range(cp)]
         """Model of each rank."""
-        self._lockstep = Lockstep[_Attention](cp, _ring_attention)
+        self._lockstep = Lockstep(cp)
         for rank, (own, places) in enumerate(zip(self.models, self.positions, strict=True)):
             own.rope_table = own.rope_table[:, places]
             for block in own.blocks.values():
@@ -54,21 +54,21 @@ class ContextParallelForward:
         groups = q.shape[2] // k.shape[2]
         k, v = (each.repeat_interleave(groups, dim=2) for each in (k, v))
         q, k, v = (each.transpose(1, _SEQUENCE) for each in (q, k, v))
-        return self._lockstep.meet(rank, _Attention(q, k, v)).query.transpose(1, _SEQUENCE)
+        return self._lockstep.meet(rank, _Attention(q, k, v), _ring_attention).transpose(1, _SEQUENCE)
 
 
 class _Attention(NamedTuple):
-    """Operands of a rank's attention, or its result as `query`; gradients have the same form."""
+    """Operands of a rank's attention; gradients have the same form."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
 
-def _ring_attention(ranks: Sequence[_Attention]) -> list[_Attention]:
+def _ring_attention(ranks: Sequence[_Attention]) -> Sequence[Tensor]:
+    """Return the results of the ranks, of the shape of their queries."""
     register()
-    outputs = _Ring.apply(*[tensor for each in ranks for tensor in each])  # type: ignore[no-untyped-call]
-    return [each._replace(query=output) for each, output in zip(ranks, outputs, strict=True)]
+    return _Ring.apply(*[tensor for each in ranks for tensor in each])  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Visit(NamedTuple):

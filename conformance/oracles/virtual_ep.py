@@ -1,60 +1,62 @@
-"""Expert parallelism in one process: all ranks go through the model together, one layer after the other.
+"""Experts in one process: data-parallel ranks go through the model in lockstep, and meet at its routers and experts.
 
-An expert multiplies the rows of several ranks at once, and its gradients are sums over them: the kernels, and with them
-every bit, are those of a run only if the rows are the same. Each rank has a copy of the model, with the experts that it
-holds (arXiv:2006.16668, section 3.1: experts are divided among devices, all other parameters are not).
+Routers balance the tokens of all ranks. An expert multiplies the rows of several ranks at once, and its gradients are
+sums over them: the kernels, and with them every bit, are those of a run only if the rows are the same. Each rank has a
+copy of the model, with the experts that it holds (arXiv:2006.16668, section 3.1: experts are divided among devices, all
+other parameters are not).
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from conformance.numerics.lockstep import Lockstep
 from conformance.oracles.reference import Tensors
-from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.model import Transformer
+
+_Experts = Callable[[Tensor, Tensor], Tensor]
+"""Function of rows, and of the number of rows of each expert, that returns the results of the rows."""
 
 
 class ExpertParallelForward:
-    """Forward of all data-parallel ranks; consecutive `ep` ranks divide the experts of a model among them."""
+    """Models of all data-parallel ranks, which compute in lockstep; consecutive `ep` ranks divide the experts."""
 
     def __init__(self, model: Transformer, *, ranks: int, ep: int) -> None:
-        self._ep = ep
+        self._ep, self._lockstep = ep, Lockstep(ranks)
         self.models = [_with_own_experts(model, holder=rank % ep, ep=ep) for rank in range(ranks)]
         """Model of each rank."""
+        for rank, own in enumerate(self.models):
+            for mixture in own.mixtures:
+                mixture.sum_over_ranks = partial(self._sum_over_ranks, rank)
+                if ep > 1:
+                    mixture.dispatch = partial(self._dispatch, rank)
 
-    def __call__(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """Return the logits of each rank for its tokens, int64 of shape (samples, seq_len)."""
-        xs = [model.tok_embeddings(each) for model, each in zip(self.models, tokens, strict=True)]
-        for index in self.models[0].blocks:
-            blocks = [model.blocks[index] for model in self.models]
-            xs = [
-                x + block.dropout(block.attention(block.attention_norm(x), model.rope_table))
-                for x, block, model in zip(xs, blocks, self.models, strict=True)
-            ]
-            normed = [block.ffn_norm(x) for block, x in zip(blocks, xs, strict=True)]
-            mixed = self._mixed([model.mixtures[index] for model in self.models], normed)
-            xs = [x + block.dropout(each) for x, block, each in zip(xs, blocks, mixed, strict=True)]
-        return [model.output(model.norm(x)) for model, x in zip(self.models, xs, strict=True)]
+    def losses(self, functions: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Return the results of functions of each rank, which call its model."""
+        return self._lockstep.run(functions)
 
-    def _mixed(self, mixtures: Sequence[MixtureOfExperts], xs: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs of the mixtures of all ranks."""
-        tokens = [x.flatten(0, 1) for x in xs]
-        routed = [mixture.router(each) for mixture, each in zip(mixtures, tokens, strict=True)]
-        counts = [mixture.counts(routes) for mixture, routes in zip(mixtures, routed, strict=True)]
-        load = torch.stack(counts).sum(0)
-        for mixture, routes in zip(mixtures, routed, strict=True):
-            mixture.balance_loss = mixture.balance(routes, load)
-        routed_tokens = zip(tokens, routed, strict=True)
-        sorted_rows = [mixture.rows(*each) for mixture, each in zip(mixtures, routed_tokens, strict=True)]
-        rows, orders = ([each[index] for each in sorted_rows] for index in range(2))
-        results: list[Tensor] = []
-        for first in range(0, len(mixtures), self._ep):
-            group = slice(first, first + self._ep)
-            results += _computed([mixture.experts for mixture in mixtures[group]], rows[group], counts[group])
-        finished = zip(xs, routed, results, orders, strict=True)
-        return [mixture.combined(*each) for mixture, each in zip(mixtures, finished, strict=True)]
+    def _sum_over_ranks(self, rank: int, load: Tensor) -> Tensor:
+        return self._lockstep.meet(rank, load, lambda loads: len(loads) * [torch.stack(tuple(loads)).sum(0)])
+
+    def _dispatch(self, rank: int, experts: _Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        return self._lockstep.meet(rank, _Rows(experts, rows, counts), self._computed)
+
+    def _computed(self, ranks: Sequence["_Rows"]) -> list[Tensor]:
+        groups = [ranks[first : first + self._ep] for first in range(0, len(ranks), self._ep)]
+        return [results for group in groups for results in _results(group)]
+
+
+class _Rows(NamedTuple):
+    """Rows of a rank, sorted by expert, and the experts that the rank holds."""
+
+    experts: _Experts
+    rows: Tensor
+    counts: Tensor
+    """Number of rows by expert, of all experts."""
 
 
 def _with_own_experts(model: Transformer, *, holder: int, ep: int) -> Transformer:
@@ -66,17 +68,17 @@ def _with_own_experts(model: Transformer, *, holder: int, ep: int) -> Transforme
     return own
 
 
-def _computed(holders: Sequence[nn.Module], rows: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
-    """Results of the rows of each rank of a group, which are sorted by expert; `counts` has their numbers by expert."""
-    chunks = [torch.split(each, numbers.tolist()) for each, numbers in zip(rows, counts, strict=True)]
-    results: list[list[Tensor]] = [[] for _ in rows]
-    for holder, held in zip(holders, torch.stack(tuple(counts)).chunk(len(holders), dim=1), strict=True):
+def _results(group: Sequence[_Rows]) -> list[Tensor]:
+    """Results of the rows of each rank of a group, which divides the experts."""
+    chunks = [torch.split(own.rows, own.counts.tolist()) for own in group]
+    results: list[list[Tensor]] = [[] for _ in group]
+    for holder, held in zip(group, torch.stack([own.counts for own in group]).chunk(len(group), dim=1), strict=True):
         first = len(results[0])
         experts = range(first, first + held.shape[1])
         together = torch.cat([own[expert] for expert in experts for own in chunks])
-        computed = torch.split(holder(together, held.sum(0)), held.T.flatten().tolist())
-        for rank, own in enumerate(results):
-            own += computed[rank :: len(rows)]
+        computed = torch.split(holder.experts(together, held.sum(0)), held.T.flatten().tolist())
+        for rank, own_results in enumerate(results):
+            own_results += computed[rank :: len(group)]
     return [torch.cat(each) for each in results]
 
 

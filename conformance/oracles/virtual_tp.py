@@ -1,24 +1,26 @@
 """Forward pass of virtual tensor-parallel ranks in one process, with the roundings of each rank's partial results.
 
 Each rank computes with its shards of the weights: columns of wq, wk, wv, w1, w3 and of the output, rows of wo and w2,
-rows of the embedding. Ranks exchange a copy whose gradients are summed, or a sum whose gradient is copied (the
-operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
+also of each expert, rows of the embedding. Ranks exchange a copy whose gradients are summed, or a sum whose gradient is
+copied (the operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from conformance.numerics.rings import Ring, ring_sum
 from conformance.oracles.torch_versions import traits_of
+from conformance.oracles.tp_schedule import is_norm, is_router, sharded_dim
 from reference_trainer.data import IGNORED_LABEL
+from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.model import Block, Transformer
-
-_ROW_WISE = ("wo", "w2")
 
 
 class _Copies(torch.autograd.Function):
@@ -96,13 +98,10 @@ class TensorParallelForward:
         self._dim = 1 if sequence_parallel else None
         """Dimension along which activations are reduce-scattered, the sequence; None if they are all-reduced."""
         self.copied: dict[str, list[Tensor]] = {}
-        """Weights of shape (dim,) by name, of which each rank has a copy, whose gradient is a term of the full sum."""
-        if sequence_parallel:
-            self.copied = {
-                f"{name}.weight": [norm.weight.detach().clone().requires_grad_() for _ in range(tp)]
-                for name, norm in model.named_modules()
-                if isinstance(norm, nn.RMSNorm)
-            }
+        """Weights by name, of which each rank has a copy, whose gradient is a term of the full sum."""
+        for name, weight in model.named_parameters():
+            if is_router(name) or (sequence_parallel and is_norm(name)):
+                self.copied[name] = [weight.detach().clone().requires_grad_() for _ in range(tp)]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the logits of tokens."""
@@ -112,33 +111,41 @@ class TensorParallelForward:
             if block.is_skipped:
                 continue
             normed = self._norm(f"layers.{name}.attention_norm", x)
-            x = x + block.dropout(self._region(block.attention, normed, model.rope_table))
+            x = x + block.dropout(self._region(f"layers.{name}.attention", normed, model.rope_table))
             normed = self._norm(f"layers.{name}.ffn_norm", x)
-            x = x + block.dropout(self._region(block.feed_forward, normed))
+            x = x + block.dropout(self._region(f"layers.{name}.feed_forward", normed))
         copies = _copies(self._norm("norm", x), self._tp, self._dim, self._ring)
         weights = self._shards(model.output.weight, 0)
         logits = [F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)]
         return _gathered(logits, -1, is_view=traits_of(str(torch.__version__)).uneven_gathers_are_views)
 
-    def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+    def _region(self, path: str, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
+        module = self._model.get_submodule(path)
         copies = _copies(x, self._tp, self._dim, self._ring)
         # Views, for autograd to add up the ranks' terms of a bias first, and then those of several forward passes.
         parameters = {name: p.view_as(p) if p.ndim == 1 else p for name, p in module.named_parameters()}
-        ranks = range(self._tp)
-        local = [self._parameters(parameters, rank) for rank in ranks]
-        outputs = [functional_call(module, local[rank], (copies[rank], *others)) for rank in ranks]
+        outputs, losses = [], []
+        for copy, local in zip(copies, [self._parameters(path, parameters, r) for r in range(self._tp)], strict=True):
+            if isinstance(module, MixtureOfExperts):
+                module.balance_loss = None
+            outputs.append(functional_call(module, local, (copy, *others)))
+            if isinstance(module, MixtureOfExperts) and module.balance_loss is not None:
+                losses.append(module.balance_loss)
+        if isinstance(module, MixtureOfExperts):  # each rank has a share of the gradient of a loss that all compute
+            module.balance_loss = reduce(add, losses) / self._tp
         return _sum(outputs, self._dim, self._ring)
 
-    def _parameters(self, full: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    def _parameters(self, path: str, full: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Weights of one rank. A row-wise bias belongs to the sum: each rank adds a share of it."""
         local = {}
         for name, parameter in full.items():
-            row_wise = name.split(".")[0] in _ROW_WISE
-            if row_wise and parameter.ndim == 1:
-                local[name] = parameter / self._tp
+            dim = sharded_dim(f"{path}.{name}")
+            if dim is not None:
+                local[name] = self._shards(parameter, dim)[rank]
             else:
-                local[name] = self._shards(parameter, 1 if row_wise else 0)[rank]
+                copies = self.copied.get(f"{path}.{name}")
+                local[name] = copies[rank] if copies else parameter / self._tp
         return local
 
     def _shards(self, tensor: Tensor, dim: int) -> list[Tensor]:

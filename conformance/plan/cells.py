@@ -475,8 +475,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         "model integer needs precision fp32, which holds its sums",
     )
     if MODELS[cell.model].n_experts:
-        yield cell.accumulation == 1, "experts are balanced over a whole step, which micro-batches do not see together"
-        yield mesh.tp == 1 and mesh.pp == 1, "experts have neither tensor parallelism nor pipelines"
+        yield mesh.pp == 1, "the trainer cuts no model with experts into stages"
         yield not cell.compile, "the data alone tells the number of tokens of each expert, which breaks graphs"
         yield cell.weights != "hf", "a Llama model has no experts"
         yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"

@@ -64,6 +64,9 @@ GAPS = {
         "model = integer",
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
+    "balance-of-micro-batches": Gap(
+        "model = experts", "experts are balanced over each micro-batch, not over the large batch; PAR-1 judges them"
+    ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
     "experts-in-16-bit": Gap(
         "model = experts and precision != fp32",

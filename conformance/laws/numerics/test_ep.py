@@ -76,19 +76,20 @@ def _gradients_of_experts(gradients: Tensors) -> Tensors:
 
 @law("EP-3", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
 def test_experts_are_balanced_over_all_ranks(measure: Measure, cell: Cell) -> None:
-    """The balance loss MUST be that of the tokens of all ranks: the share of each expert in them, times the sum of its
-    probabilities.
+    """The balance loss of a micro-batch MUST be that of its tokens on all ranks: the share of each expert in them,
+    times the sum of its probabilities.
 
-    Wrong if each rank balances its own tokens, or if ranks average losses of different loads.
+    Wrong if each rank balances its own tokens, if ranks average losses of different loads, or if loads of micro-batches
+    are added up.
     """
     config = cell.config
     experts, weight = config.model.n_experts, config.model.balance_weight
-    ranks = measure(routing, cell)
+    ranks = measure(routing, cell)[:: config.mesh.tp]  # tensor-parallel ranks have the same tokens, see EP-5
     losses = [sum(routed.balance_loss for routed in block) for block in zip(*ranks, strict=True)]
     expected = [experts * weight * _imbalance(block) for block in zip(*ranks, strict=True)]
     # Each loss is a sum of numbers of one sign: over the tokens of a rank, and over experts. Rounding of the
     # probabilities does not count, whose own sums are expected.
-    tokens = config.data.global_batch_size * config.data.seq_len
+    tokens = config.data.global_batch_size * config.data.seq_len // config.accumulation
     within = bound("u * (tokens + experts + 4)", u=tolerance.FP32_ROUNDOFF, tokens=tokens, experts=experts)
     compare.scalars(losses, expected, name="balance loss", within=within, each="block")
 
@@ -111,8 +112,8 @@ def test_all_to_alls_follow_the_routing(run: Run, cell: Cell) -> None:
     """
     record = run(cell)
     for step in record.steps:
-        rows = _rows_of_ranks(record, step)
         for phase, exchanges, numbers in _exchanges(cell):
+            rows = _rows_of_ranks(record, step, phase)
             for facts in record.ranks:
                 sent, counts = (_sent(record, facts, step, phase, numbers=each) for each in (False, True))
                 where = f"step {step}, {phase}, rank {facts.rank}"
@@ -121,29 +122,33 @@ def test_all_to_alls_follow_the_routing(run: Run, cell: Cell) -> None:
                 compare.count(counts, name=f"exchanged numbers, {where}", expected=numbers, unit="numbers")
 
 
-def _rows_of_ranks(record: Record, step: int) -> list[int]:
-    """Return the rows that each rank sends in all blocks, if they go to their experts and back once.
+def _rows_of_ranks(record: Record, step: int, phase: str) -> list[int]:
+    """Return the rows that each rank sends in all blocks and micro-batches, if they go to their experts and back once.
 
     They are those of its own tokens, and those that ranks of its group have sent to the experts that it holds.
     """
-    ep, held = record.config.mesh.ep, record.config.model.n_experts // record.config.mesh.ep
-    chosen = [record.shards_below(f"step{step}/experts/", rank=facts.rank) for facts in record.ranks]
+    folder = "evaluated_experts" if phase == "evaluate" else "experts"
+    tp, ep = record.config.mesh.tp, record.config.mesh.ep
+    held = record.config.model.n_experts // ep
+    chosen = [record.shards_below(f"step{step}/{folder}/", rank=facts.rank) for facts in record.ranks]
     holders = [torch.cat([experts.flatten() for experts in own.values()]) // held for own in chosen]
+    places = [rank // tp % ep for rank in range(len(holders))]
     arrived = [
-        sum(int((holder == rank % ep).sum()) for holder in holders[rank - rank % ep :][:ep])
-        for rank in range(len(holders))
+        sum(int((holder == place).sum()) for holder in holders[rank - place * tp :: tp][:ep])
+        for rank, place in enumerate(places)
     ]
     return [len(holder) + received for holder, received in zip(holders, arrived, strict=True)]
 
 
 def _exchanges(cell: Cell) -> Iterator[tuple[str, int, int]]:
-    """Yield each phase with the times that rows go to experts and back, and the numbers of rows that a rank sends."""
+    """Yield each phase, the times that its rows go to experts and back, and the numbers of rows that a rank sends."""
     model, dims = cell.config.model, resolve_mesh(cell.config.mesh, world_size=cell.world_size)
     events = exchange_events(cell.config, dims)
-    for phase in ("forward", "backward"):
+    for phase in dict.fromkeys(event.phase for event in events):
         issued = [event for event in events if event.phase == phase]
         numbers = [event.numel for event in issued if event.dtype == _NUMBERS]
-        yield phase, (len(issued) - len(numbers)) // (2 * model.n_layers), sum(numbers)
+        micro_batches = cell.config.accumulation - (phase == "evaluate")
+        yield phase, (len(issued) - len(numbers)) // (2 * model.n_layers * micro_batches), sum(numbers)
 
 
 def _sent(record: Record, facts: RankFacts, step: int, phase: str, *, numbers: bool) -> int:
@@ -158,13 +163,19 @@ def _sent(record: Record, facts: RankFacts, step: int, phase: str, *, numbers: b
 @law("EP-5", where="model = experts and features <= 2", numbers=True, reference=SWITCH_TRANSFORMERS)
 def test_routers_choose_in_fp32(measure: Measure, cell: Cell) -> None:
     """Probabilities of experts MUST be those of fp32 arithmetic on the router's input and weight, in every precision,
-    and the most probable experts MUST be chosen, up to rounding.
+    and the most probable experts MUST be chosen, up to rounding; tensor-parallel ranks, each of which has a part of
+    every expert, MUST choose the same ones for a token, with the same probabilities.
 
     Wrong if logits or probabilities are rounded to 16 bits: experts whose logits are close then change places.
     """
-    model = cell.config.model
-    for rank, routings in enumerate(measure(routing, cell)):
-        for block, routed in enumerate(routings):
+    model, tp = cell.config.model, cell.config.mesh.tp
+    ranks = measure(routing, cell)
+    for rank, routings in enumerate(ranks):
+        pairs = zip(routings, ranks[rank - rank % tp], strict=True)
+        differing = sum((own.load, own.probability) != (first.load, first.probability) for own, first in pairs)
+        detail = f"rank {rank} and the first of its tensor-parallel ranks"
+        compare.count(differing, name="routings that differ", expected=0, detail=detail, unit="routings")
+        for index, routed in enumerate(routings):
             # A logit errs by at most dim u times the sum of its terms' sizes, S (Higham, "Accuracy and Stability of
             # Numerical Algorithms", 2nd edition, section 3.1). The logarithm of a probability is the difference of two
             # numbers that err as much; its exponential, sum and quotient add one rounding for each expert, and four.
@@ -175,7 +186,7 @@ def test_routers_choose_in_fp32(measure: Measure, cell: Cell) -> None:
                 S=routed.logit_size,
                 experts=model.n_experts,
             )
-            at = f"rank {rank}, block {block}"
+            at = f"rank {rank}, block {index % model.n_layers}, micro-batch {index // model.n_layers}"
             _require_at_most(within.value, routed.deviation, name="error of log-probabilities", at=at)
             advantage = max(0.0, routed.overlooked)
             _require_at_most(2.0 * within.value, advantage, name="advantage of experts that were not chosen", at=at)

@@ -26,4 +26,12 @@ def test_exchanges_between_ranks_with_experts() -> None:
         ("int64", numbers),
         *4 * [("float32", rows)],
     ]
+    evaluated = replace(config, data=data, accumulation=4, evaluation="between-micro-batches")
+    assert Counter((e.phase, e.numel) for e in exchange_events(evaluated, dims, mixtures=1)) == {
+        ("forward", rows // 4): 4 * 2,
+        ("forward", numbers): 4,
+        ("evaluate", rows // 4): 3 * 2,
+        ("evaluate", numbers): 3,
+        ("backward", rows // 4): 4 * 2,
+    }
     assert not exchange_events(config, resolve_mesh(replace(config.mesh, ep=1), world_size=4))

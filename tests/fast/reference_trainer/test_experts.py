@@ -1,20 +1,24 @@
 """Experts: the mixture computes each token by its experts alone, and balances all tokens; options that it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
-from conformance.oracles.expert_routing import share_load
+from conformance.numerics.rings import GLOO_RING
 from conformance.oracles.reference import initial_model
 from conformance.oracles.virtual_ep import ExpertParallelForward, joined_experts
+from conformance.oracles.virtual_tp import TensorParallelForward
 from conformance.plan.cells import Cell
 from reference_trainer.checks import UsageError
 from reference_trainer.config import MeshConfig
 from reference_trainer.data import Batches
 from reference_trainer.experts import MixtureOfExperts
 from reference_trainer.init_weights import normal
+from reference_trainer.loss import with_balance
 from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
 from reference_trainer.parallelize import apply_ac
 
@@ -66,16 +70,14 @@ def test_backward_that_recomputes_leaves_the_balance_loss() -> None:
 
 
 @torch.no_grad()
-def test_ranks_that_share_their_load_balance_all_tokens() -> None:
+def test_ranks_in_lockstep_balance_all_tokens() -> None:
     model = initial_model(CONFIG).double()
     tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
     model(tokens)
-    expected, halves = float(model.balance_loss()), tokens.chunk(2)
-    share_load(model, halves, lambda _rank: None)
-    losses = []
-    for half in halves:
-        model(half)
-        losses.append(float(model.balance_loss()))
+    expected = float(model.balance_loss())
+    forward = ExpertParallelForward(model, ranks=2, ep=1)
+    forward.losses([partial(own, half) for own, half in zip(forward.models, tokens.chunk(2), strict=True)])
+    losses = [float(own.balance_loss()) for own in forward.models]
     assert sum(losses) == pytest.approx(expected)
     assert losses[0] != pytest.approx(losses[1])
 
@@ -84,7 +86,7 @@ def test_ranks_that_divide_experts_compute_what_each_does_alone() -> None:
     model = initial_model(CONFIG).double()
     tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
     forward = ExpertParallelForward(model, ranks=4, ep=2)
-    logits = forward(tokens.chunk(4))
+    logits = forward.losses([partial(own, part) for own, part in zip(forward.models, tokens.chunk(4), strict=True)])
     torch.testing.assert_close(torch.cat(logits), model(tokens))
     expected = torch.autograd.grad(model(tokens).square().sum(), model.mixtures[0].experts.w1)[0]
     halves = [rank.mixtures[0].experts.w1 for rank in forward.models]
@@ -93,12 +95,37 @@ def test_ranks_that_divide_experts_compute_what_each_does_alone() -> None:
     torch.testing.assert_close(sum(each["0.experts.w1"] for each in joined), expected)
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_parts_of_experts_compute_what_one_process_does(sequence_parallel: bool) -> None:
+    """Loss and gradients of the router, of the balance loss alone, and of an expert, from the parts of two ranks."""
+    model = initial_model(CONFIG).double()
+    tokens, _ = Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=0).global_batch(0)
+    mixture = model.mixtures[0]
+    logits = model(tokens)
+    leaves = [mixture.router.weight, mixture.experts.w2]
+    expected = torch.autograd.grad(logits.square().mean() + model.balance_loss(), leaves)
+    parts = TensorParallelForward(model, tp=2, ring=GLOO_RING, sequence_parallel=sequence_parallel)
+    copies = parts.copied["layers.0.feed_forward.router.weight"]
+    torch.testing.assert_close(parts(tokens), logits)
+    loss = parts(tokens).square().mean() + model.balance_loss()
+    first, second, experts = torch.autograd.grad(loss, [*copies, mixture.experts.w2])
+    torch.testing.assert_close(first + second, expected[0])
+    torch.testing.assert_close(experts, expected[1])
+
+
+def test_balance_losses_of_tensor_parallel_ranks_have_one_gradient_together() -> None:
+    balance = torch.tensor(3.0, requires_grad=True)
+    losses = [with_balance(torch.tensor(2.0), balance, tp=2) for _ in range(2)]
+    assert [float(loss.detach()) for loss in losses] == [5.0, 5.0]
+    (gradient,) = torch.autograd.grad(losses, balance)
+    assert float(gradient) == 1.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"compile": "aot_eager"}, "breaks the graph"),
-        ({"accumulation": 2}, "balanced over a whole step"),
-        ({"mesh": MeshConfig(tp=2)}, "neither tensor parallelism nor pipelines"),
+        ({"mesh": MeshConfig(pp=2), "accumulation": 2}, "no model with experts into stages; set mesh.pp=1"),
         ({"mesh": MeshConfig(ep=3)}, "model.n_experts 8 is not divisible by mesh.ep 3"),
         ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "selective"}, "inside what is recomputed"),
         ({"mesh": MeshConfig(ep=2), "activation_checkpointing": "full", "forward_prefetch": 1}, "that nothing needs"),
