@@ -339,7 +339,7 @@ def _grad_dtype(name: str, config: TrainerConfig, place: int) -> torch.dtype | N
     first of several gradients that are added up (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
     order = backward_order(config)
-    is_first = not is_computed(name, config, order[: place * config.passes])
+    is_first = place == 0 or not is_computed(name, config, order[: place * config.passes])
     is_only_kept = gradient_sync(config) == "last" and is_first and place < backward_count(config) - 1
     return _reduce_dtype(config) if is_only_kept else None
 

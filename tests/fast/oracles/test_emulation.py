@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from conformance.instruments.operators import with_operands
+from conformance.oracles import emulation
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import Tensors, initial_model, train_reference
 from conformance.plan.cells import Cell
@@ -182,3 +183,9 @@ def test_noting_operands_changes_no_bit(mesh: MeshConfig, precision: str) -> Non
     assert operands
     assert noted.loss == plain.loss
     assert all(torch.equal(noted.gradients[name], gradient) for name, gradient in plain.gradients.items())
+
+
+def test_first_gradients_of_a_tied_weight_that_wait_are_cast_one_by_one() -> None:
+    config = Cell(precision="bf16-mp", accumulation=2, gradient_sync="last", tied_embeddings=True).config
+    dtypes = [emulation._grad_dtype("tok_embeddings.weight", config, place) for place in range(2)]
+    assert dtypes == [torch.float32, None]
