@@ -499,18 +499,19 @@ class Walk:
             self._held[f"partial {group}"] = output
             self._free("O")
             return
-        self._free(f"partial {group}")
         if self._reduce == self._master:
             if f"G {group}" in self._held and self._dims.dp_replicate > 1:
                 self._held[f"O {group}"] = output
             self._free("O")
             self._keep_reduced(group, gradient)
+            self._free(f"partial {group}")
             return
         self._note(gradient)
         if self._dims.dp_replicate > 1:
             self._held[f"O {group}"] = self._held["O"]
         self._free("O")
         self._keep_reduced(group, gradient)
+        self._free(f"partial {group}")  # which `foreach_reduce` holds until it returns
 
     def _has_own_factor(self, group: str) -> bool:
         """Return whether gradients are divided by a number of the trainer's, as those of experts on a mesh are."""

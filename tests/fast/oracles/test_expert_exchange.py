@@ -5,6 +5,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from conformance.oracles.expert_exchange import exchange_events
+from conformance.oracles.tp_schedule import sharded_dim
 from conformance.plan.cells import Cell
 from reference_trainer.parallel_dims import resolve_mesh
 
@@ -35,3 +36,9 @@ def test_exchanges_between_ranks_with_experts() -> None:
         ("backward", rows // 4): 4 * 2,
     }
     assert not exchange_events(config, resolve_mesh(replace(config.mesh, ep=1), world_size=4))
+
+
+def test_tensor_parallel_ranks_have_hidden_layers_of_experts_and_a_copy_of_the_router() -> None:
+    mixture = "layers.0.feed_forward"
+    assert [sharded_dim(f"{mixture}.experts.{name}") for name in ("w1", "w2", "w3")] == [1, 2, 1]
+    assert sharded_dim(f"{mixture}.router.weight") is None
