@@ -1,9 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, goes_with, config, experts, model, init_weights, weights, parallel_dims, mesh,
-mixed_precision, reshard, frozen, skipped, float8,
-parallelize, fsdp1, build, pipeline, device_attention, context_parallel,
-loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop, __main__.
+mixed_precision, reshard, frozen, skipped, float8, parallelize, fsdp1, build, pipeline, device_attention,
+context_parallel, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop, __main__.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -147,7 +147,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that a wrapper wraps, or that float8 numbers and their scale stand for."""
+    """Return the plain tensor that a wrapper wraps, or that float8 numbers and their scale stand for.
+
+    The result of a functional collective stays as it is: operators on it wait for it, and those on its tensor do not.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
     to_original_precision = getattr(tensor, "to_original_precision", None)  # of torchao
     return to_original_precision() if to_original_precision else next(plain_tensors(tensor))
 

@@ -112,7 +112,7 @@ def test_every_law_that_holds_without_a_device_catches_a_defect() -> None:
 def test_what_needs_the_simulated_device() -> None:
     needs = {law for defect in defects() for law in defect.laws if hardware_for(defect, law) != NO_DEVICES}
     any_trainer = {"unordered-accesses", "schedules-agree", "memory-of-streams"}
-    assert needs == {"STREAM-2", "STREAM-4", "STREAM-5", "STREAM-6", "MEM-10"} | any_trainer
+    assert needs == {"STREAM-2", "STREAM-4", "STREAM-5", "STREAM-6", "STREAM-7", "MEM-10"} | any_trainer
 
 
 def test_profiles_have_cases_for_defects_that_processors_show() -> None:
