@@ -180,7 +180,8 @@ def streamed_cases(directory: Path) -> list[dict[str, str]]:
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Return a session of two cases, of which one fails, with pytest's cache beside its report."""
     directory = tmp_path_factory.mktemp("defective") / "report"
-    options = [*TWO_CASES, "--defect", "grads-summed"]
+    # Pytest warns of modules that a warm process has imported before.
+    options = [*TWO_CASES, "--defect", "grads-summed", "--disable-warnings"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GITHUB_ACTIONS", "true")
         return finish(suite(directory, "conformance/", *options, cache=directory.with_name("cache")), directory)
@@ -205,7 +206,7 @@ def test_a_failed_comparison_is_told_once(defective: Ended) -> None:
     assert "FAILURES" not in defective.output
     assert "Traceback" not in defective.output
     assert defective.output.count(failed.must) == 1
-    assert len(defective.output.splitlines()) < 45, defective.output
+    assert len(defective.output.splitlines()) < 40, defective.output
     assert re.search(rf"^FAILED {re.escape(failed.nodeid)}", defective.output, re.MULTILINE)
 
 
