@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.defects.memory_faults import GROUP, reshard_in
@@ -229,15 +229,17 @@ def router_gradient_reduced_twice(
 ) -> None:
     """The gradient of a router is added up over tensor-parallel ranks in backward, and once more when FSDP takes it."""
     original(mixture, mesh, between)
-    if not benign:
-        local, group = mixture.router.local, mesh.get_group()
-        mixture.router.local = lambda tensor: _with_reduced_gradient(local(tensor), group)
+    local, group = mixture.router.local, None if benign else mesh.get_group()
+    mixture.router.local = lambda tensor: _with_reduced_gradient(local(tensor), group)
 
 
-def _with_reduced_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _with_reduced_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Let the gradient of a tensor be added up over a group, or be copied without one."""
+
     def reduce(gradient: Tensor) -> Tensor:
         total = gradient.clone()
-        dist.all_reduce(total, group=group)
+        if group is not None:
+            dist.all_reduce(total, group=group)
         return total
 
     if tensor.requires_grad:
@@ -252,8 +254,7 @@ def router_gradient_of_one_rank(
 ) -> None:
     """The gradient of a router is taken for complete, although each rank has only a part of every expert."""
     original(mixture, mesh, between)
-    if not benign:
-        mixture.router.local = partial(DTensor.to_local, grad_placements=[Replicate()])
+    mixture.router.local = partial(DTensor.to_local, grad_placements=[Partial() if benign else Replicate()])
 
 
 @defect("PAR-1", _TENSOR, "NVIDIA/Megatron-LM/pull/5047")
