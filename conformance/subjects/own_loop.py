@@ -489,5 +489,5 @@ def _require_grouping(feed: Feed, count: Count, expected: int) -> None:
         raise SubjectMistake(
             f"the loop took a step after {count.micro_batches} micro-batches, and this cell has {expected}: let it "
             "accumulate config.accumulation of them, and declare accumulation='even', or 'remainder' if it takes a "
-            "step with what is left at the end, or declare accumulation='none'"
+            "step with what is left at the end; with accumulation='none' it takes a step after each micro-batch"
         )

@@ -73,9 +73,7 @@ def train(config: LoopConfig, model: Any, **expert_options: Any) -> Iterator[Non
             if index == len(batches) - 1:
                 utils.prepare_for_final_backward([model])
             torch.autograd.backward(_OBJECTIVE["loss"](model, batch) * dist.get_world_size() / labels)
-        utils.scale_grads_and_clip_grad_norm(
-            config.max_norm, [model], grad_norm_backend="te", use_torch_clip_grad_norm=True, **expert_options
-        )
+        utils.scale_grads_and_clip_grad_norm(config.max_norm, [model], grad_norm_backend="te", **expert_options)
         optimizer.step()
         optimizer.zero_grad()
         yield
