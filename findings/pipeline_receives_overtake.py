@@ -1,7 +1,8 @@
 """Pipelines of halved backwards compute on tensors of other micro-batches if receives are deferred, by `defer_pp_recv`.
 
 Receives are moved behind computations (`_defer_recv_ops` in torch/distributed/pipelining/schedules.py), and past other
-receives from the same rank, although sends and receives of two ranks are matched in their order alone.
+receives from the same rank, although sends and receives of two ranks are matched in their order alone. DualPipeV does
+the same on four ranks.
 
 severity: high
 visible: silent

@@ -39,6 +39,8 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Program of `findings/` that shows this fault alone, where a waiver covers several."""
     torch: _Versions | None = None
     """Releases that show the symptom, if not all of the waiver's do."""
+    cells: Text | None = None
+    """Selection of the cells that show the symptom, if not all of the waiver's do."""
 
     def explains(self, name: str, metric: Measurement) -> bool:
         """Return whether the fault explains this metric; it never explains a value that is not finite."""
@@ -65,8 +67,8 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return whether the failure is one of this case, on this type of device with this release of torch."""
         return (self.law, self.trainer) == (case.law, case.trainer) and parse(self.cells)(case.cell)
 
-    def on(self, torch: Release) -> Self:
-        """Return the failure as a release of torch shows it."""
+    def on(self, cell: Cell, torch: Release) -> Self:
+        """Return the failure as a cell shows it with a release of torch."""
         return self
 
     def judge(self, verdict: Verdict, reason: str, measured: Mapping[str, Measurement]) -> tuple[Verdict, str]:
@@ -93,9 +95,14 @@ class Waiver(KnownFailure, frozen=True, kw_only=True, forbid_unknown_fields=True
         """First and last release of torch that has the fault."""
         return _releases(self.torch)
 
-    def on(self, torch: Release) -> Self:
-        """Return the waiver with the symptoms that a release shows."""
-        shown = [symptom for symptom in self.shows if symptom.torch is None or _includes(symptom.torch, torch)]
+    def on(self, cell: Cell, torch: Release) -> Self:
+        """Return the waiver with the symptoms that a cell shows with a release."""
+        shown = [
+            symptom
+            for symptom in self.shows
+            if (symptom.torch is None or _includes(symptom.torch, torch))
+            and (symptom.cells is None or parse(symptom.cells)(cell))
+        ]
         return msgspec.structs.replace(self, shows=shown)
 
     def matches(self, case: Case, *, device: str, torch: Release) -> bool:
@@ -186,8 +193,15 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
                     f"{file.name}: waiver of {waiver.law}: {symptom.metric} is of torch {symptom.torch}: name releases "
                     f"of the waiver, {waiver.torch}, the first one first"
                 )
-        if not any(selected(cell) for cell in cells[waiver.law]):
+        waived = [cell for cell in cells[waiver.law] if selected(cell)]
+        if not waived:
             raise UsageError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
+        for symptom in waiver.shows:
+            if symptom.cells is not None and not any(map(parse(symptom.cells), waived)):
+                raise UsageError(
+                    f"{file.name}: waiver of {waiver.law}: {symptom.metric} is of no case of the waiver: name others "
+                    f"than {symptom.cells}"
+                )
     for waiver, other in itertools.combinations(waivers, 2):
         if waiver.overlaps(other, cells[waiver.law]):
             raise UsageError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
@@ -200,7 +214,7 @@ Known = TypeVar("Known", bound=KnownFailure)
 def waiver_of(waivers: Sequence[Known], case: Case, *, device: str, torch: Release) -> Known | None:
     """Return the waiver of a case, if any, with the symptoms of this release of torch."""
     matching = (waiver for waiver in waivers if waiver.matches(case, device=device, torch=torch))
-    return next((waiver.on(torch) for waiver in matching), None)
+    return next((waiver.on(case.cell, torch) for waiver in matching), None)
 
 
 def profile_waivers(

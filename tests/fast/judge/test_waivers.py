@@ -94,6 +94,14 @@ def test_a_symptom_may_be_one_of_some_releases() -> None:
     assert verdicts == [Verdict.WAIVED, Verdict.FAIL]
 
 
+def test_a_symptom_may_be_one_of_some_cells() -> None:
+    symptom = msgspec.structs.replace(WAIVER.shows[0], cells="mesh = dp4")
+    waivers = [msgspec.structs.replace(WAIVER, shows=[symptom])]
+    cases = [Case("INIT-8", cell) for cell in (CELL, Cell(mesh="dp4"))]
+    shown = [waiver_of(waivers, case, device="cpu", torch=(2, 13)) for case in cases]
+    assert [waiver and len(waiver.shows) for waiver in shown] == [0, 1]
+
+
 def written(path: Path, *changes: Mapping[str, object]) -> Path:
     """Write a file with a waiver for each set of changes."""
     waivers = [{**msgspec.to_builtins(WAIVER), **change} for change in changes]
@@ -162,6 +170,7 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
             "name releases of the waiver, 2.6 - ",
         ),
         ({"shows": [{"metric": "loss", "least": 1, "most": 1, "torch": "2.9 - 2.8"}]}, "the first one first"),
+        ({"shows": [{"metric": "loss", "least": 1, "most": 1, "cells": "mesh = dp1"}]}, "loss is of no case of the "),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:
