@@ -147,6 +147,8 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
     may show in either. After an error nothing is destroyed: other ranks may be in a collective, and the process serves
     no further task.
     """
+    if world == "sampled" and job.weights == "dcp":  # DCP's plans come from rank 0, of which other ranks are without
+        job = msgspec.structs.replace(job, weights="safetensors", config=_from_safetensors(job.config))
     config = _with_weights(context, job, shared=world == "ranks")
     config = compiled_on_device(config) if context.device else config
     if world == "none":
@@ -227,6 +229,10 @@ def _with_weights(context: RankContext, job: Job, *, shared: bool) -> TrainerCon
     if context.rank == 0 or not shared:
         write_weights(path, config, form=job.weights)
     return config
+
+
+def _from_safetensors(config: TrainerConfig) -> TrainerConfig:
+    return msgspec.structs.replace(config, checkpoint="initial.safetensors")
 
 
 @contextmanager
