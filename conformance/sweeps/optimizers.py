@@ -54,9 +54,9 @@ _VALUES: dict[str, dict[str, Any]] = {
     "step_sizes": {"step_sizes": (1e-6, 0.25)},  # the largest one is reached
     "history_size": {"history_size": 1},
     "max_eval": {"max_eval": 1},
-    # No rounding makes a gradient, or a change, greater.
+    # No rounding makes a gradient, a change, or the square of a gradient greater.
     "tolerance_grad": {"tolerance_grad": 2.0**10},
-    "tolerance_change": {"tolerance_change": 2.0**10},
+    "tolerance_change": {"tolerance_change": 2.0**20},
 }
 """Options by the parameter of a signature that they try, with its prerequisites.
 
