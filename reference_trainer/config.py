@@ -22,7 +22,13 @@ from reference_trainer.checks import (
     require,
     require_each,
 )
-from reference_trainer.goes_with import CONTEXT_GOES_WITH, FLOAT8_GOES_WITH, FSDP1_GOES_WITH, TENSORWISE_GOES_WITH
+from reference_trainer.goes_with import (
+    COMPILED_MODEL_GOES_WITH,
+    CONTEXT_GOES_WITH,
+    FLOAT8_GOES_WITH,
+    FSDP1_GOES_WITH,
+    TENSORWISE_GOES_WITH,
+)
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import allowed, convert, load, override
 
@@ -333,7 +339,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """`full`: each block keeps only its input and recomputes its other activations in backward; `selective`: a block
     also keeps the outputs of matrix products and of attention."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
-    """Backend with which each block is compiled."""
+    """Backend of torch.compile."""
+    compiled: Literal["blocks", "model"] = "blocks"
+    """With a backend: each block by itself in one graph, or the model, whose graph breaks at the hooks of FSDP."""
     evaluation: Literal["none", "between-micro-batches"] = "none"
     """`between-micro-batches`: between two micro-batches of a step the model computes the loss of the first once more,
     without gradients and dropout."""
@@ -428,6 +436,8 @@ def _check_compatibility(config: TrainerConfig) -> None:
         "activation_checkpointing selective with compile inductor: the matrix products of inductor write into its "
         "own buffers and cannot be kept; use activation_checkpointing full, or another compile",
     )
+    if config.compiled == "model":
+        _require_values(config, COMPILED_MODEL_GOES_WITH, "compiled model", "use compiled blocks")
     require(
         config.model.arithmetic == "float" or not config.loss_parallel,
         "loss_parallel computes a cross entropy, which model.arithmetic integer does without: set it to false",

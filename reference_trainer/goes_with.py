@@ -13,6 +13,17 @@ CONTEXT_GOES_WITH: dict[str, tuple[object, ...]] = {
 A backward of several passes would be outside of the contexts of all but the last; the replaced attention is no graph
 that can be compiled; integer arithmetic has another attention.
 """
+COMPILED_MODEL_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "compile": ("inductor", "aot_eager"),
+    "mesh.tp": (1,),
+    "mesh.pp": (1,),
+    "implementation": ("fsdp2",),
+}
+"""Values with `compiled` model.
+
+Dynamo cannot trace the output hook of an embedding whose rows are sharded over tp: "Please convert all Tensors to
+FakeTensors first" (torch 2.13). A pipeline calls its stages, which are other modules.
+"""
 FLOAT8_GOES_WITH: dict[str, tuple[object, ...]] = {
     "mesh.tp": (1,),
     "model.n_experts": (0,),

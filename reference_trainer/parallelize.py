@@ -1,4 +1,4 @@
-"""From a plain model to a parallel one, in six steps: see `parallelize`."""
+"""From a plain model to a parallel one, in seven steps: see `parallelize`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -59,7 +59,7 @@ def parallelize(
     """Parallelise a model in place, on the meta device or with its weights, which are then sharded.
 
     `blocks` are the indices of the blocks to parallelise (default: all); `ends` includes embedding, norm, output and
-    the root. The ends come after all blocks. The order of the six steps is a contract.
+    the root. The ends come after all blocks. The order of the seven steps is a contract.
     """
     indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
@@ -88,7 +88,7 @@ def parallelize(
             apply_ac(block, mode=config.activation_checkpointing)
 
     # 3. Compilation replaces what runs inside of the recomputation.
-    if config.compile != "none":
+    if config.compile != "none" and config.compiled == "blocks":
         for block in chosen.values():
             apply_compile(block, backend=config.compile)
         if ends:
@@ -114,6 +114,10 @@ def parallelize(
     # 6. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
     if ends and not model.stages:
         apply_prefetch(model, config)
+
+    # 7. A compiled model breaks its graph at the hooks of all steps before, which run as they do without a compiler.
+    if config.compile != "none" and config.compiled == "model":
+        model.compile(backend=config.compile)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.device_streams import DeviceStreamTrace
@@ -24,7 +25,8 @@ from conformance.run.shards import tensor_file
 from conformance.sim import device as simulated
 from conformance.sim.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
-from reference_trainer.model import Block
+from reference_trainer.config import TrainerConfig
+from reference_trainer.model import Block, Transformer
 
 SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
 """Schedules under which a run on the simulated device must be the same."""
@@ -55,7 +57,7 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
         profiled_step=None if tapped else profiled_step(rank),
         streams=_stream_trace(rank),
         tapped=tapped,
-        compiled=Block if config.compile != "none" else None,
+        compiled=_compiled_class(config),
     )
     metrics = []
     with recorder.listening(), _left_taps(recorder, rank):
@@ -74,6 +76,12 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
         torch.compiler.reset()  # or the rank's next task would run the graphs of this task
     write_tensors(rank.directory / tensor_file(rank.rank), tensors)
     return {"facts": msgspec.to_builtins(facts)}
+
+
+def _compiled_class(config: TrainerConfig) -> type[nn.Module] | None:
+    if config.compile == "none":
+        return None
+    return Transformer if config.compiled == "model" else Block
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments import accelerators
 from conformance.instruments.capture import fingerprint
@@ -73,18 +74,19 @@ class DtypeAudit(Observer):
         # run: only before forward does a module have the parameters that it computes with.
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
-                module.register_forward_pre_hook(self._hook(self._before_leaf, name))
-                module.register_forward_hook(self._hook(self._after, f"module_output/{name}"))
+                module.register_forward_pre_hook(self._hook(module, self._before_leaf, name))
+                module.register_forward_hook(self._hook(module, self._after, f"module_output/{name}"))
             elif isinstance(module, Attention):
-                module.register_forward_pre_hook(self._hook(self._before_attention, name))
+                module.register_forward_pre_hook(self._hook(module, self._before_attention, name))
             elif isinstance(module, Block):
-                module.register_forward_pre_hook(self._hook(self._before_block, name))
-                module.register_forward_hook(self._hook(self._after, f"block_output/{name}"))
+                module.register_forward_pre_hook(self._hook(module, self._before_block, name))
+                module.register_forward_hook(self._hook(module, self._after, f"block_output/{name}"))
         # Other people's models may have `stages` too, such as those of a ConvNeXt.
         if not isinstance(model, Transformer) or not model.stages:
-            model.register_forward_hook(self._hook(self._after, "logits"))
+            model.register_forward_hook(self._hook(model, self._after, "logits"))
         elif model.is_last:
-            model.stages[-1].register_forward_hook(self._hook(self._after, "logits"))
+            last = model.stages[-1]
+            last.register_forward_hook(self._hook(last, self._after, "logits"))
 
     def tell_apart(self, kept: Mapping[nn.Module, bool]) -> None:
         """Note matrix products apart that modules compute for which `kept` has True.
@@ -93,8 +95,8 @@ class DtypeAudit(Observer):
         """
         if any(kept.values()):
             for module, is_kept in kept.items():
-                module.register_forward_pre_hook(self._hook(self._enter, is_kept))
-                module.register_forward_hook(self._hook(self._leave, is_kept), always_call=True)
+                module.register_forward_pre_hook(self._hook(module, self._enter, is_kept))
+                module.register_forward_hook(self._hook(module, self._leave, is_kept), always_call=True)
 
     def _enter(self, is_kept: bool, *_unused: Any) -> None:
         self._calling.append(is_kept)
@@ -136,17 +138,21 @@ class DtypeAudit(Observer):
         if self._phase in _AUDITED_PHASES:
             self._add("loss", args[:1])
 
-    def _hook(self, hook: Callable[..., None], key: str | bool) -> Callable[..., None]:
-        """Return the hook with its key, in forward and backward only.
+    def _hook(self, module: nn.Module, hook: Callable[..., None], key: str | bool) -> Callable[..., None]:
+        """Return a module's hook with its key, in forward and backward only.
 
-        While torch.compile traces, the hook does nothing, so that the graph is the same as without it.
+        While torch.compile traces, the hook does nothing, so that the graph is the same as without it. Beside the hooks
+        of FSDP, which break the graph, the hook is not traced.
         """
 
         def run(*args: Any) -> None:
             if not torch.compiler.is_compiling() and self._phase in _AUDITED_PHASES:
                 hook(key, *args)
 
-        return run
+        if not isinstance(module, FSDPModule):
+            return run
+        untraced: Callable[..., None] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        return untraced
 
     def _before_leaf(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         for own_name, parameter in module.named_parameters(recurse=False):

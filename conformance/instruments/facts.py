@@ -88,6 +88,8 @@ class CompilationFacts(msgspec.Struct, frozen=True):
     """Forward passes of a block that ended in a compiled graph."""
     eager: int
     """Forward passes of a block that ended outside of compiled graphs."""
+    breaks: int
+    """Breaks of graphs, as between the modules that FSDP shards where the model is compiled."""
 
 
 class IssuedOperator(msgspec.Struct, frozen=True):

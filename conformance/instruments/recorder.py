@@ -14,7 +14,7 @@ from conformance.instruments.capture import Capture, ModelInputs
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dispatch_tap import DispatchTap, UnguardedTap
 from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
@@ -49,7 +49,7 @@ class Recorder(Observer):
     ) -> None:
         """Make the instruments; `tapped` adds `taps`, which keep the tensors at the borders of all modules.
 
-        Modules of the class `compiled` compute in one graph, into which no tap can look.
+        Modules of the class `compiled` compute in graphs, into which no tap can look.
         """
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
@@ -102,7 +102,8 @@ class Recorder(Observer):
         ]
         outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
         outcomes += [self.taps.listen_to_outcomes] if self.taps else []
-        self._tap = DispatchTap(listeners, outcomes=outcomes)
+        # FSDP's hooks break the graph of a model.
+        self._tap = (DispatchTap if compiled is Transformer else UnguardedTap)(listeners, outcomes=outcomes)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -300,6 +300,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         loss_parallel=False,
         activation_checkpointing="none",
         compile="none",
+        compiled="blocks",
         accumulation=config.accumulation if _tells_passes_apart(config) else 1,
         passes=1,
         gradient_sync="each",

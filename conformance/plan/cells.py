@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict, fields, force_setattr, replace
 
-from conformance.plan.effects import context_effects, float8_effects
+from conformance.plan.effects import option_effects
 from conformance.plan.mesh import AxisError, Mesh
 from conformance.plan.workload import (
     DATA,
@@ -152,6 +152,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Operators that each block recomputes in backward; `selective`: all but matrix products and attention."""
     compile: bool = False
     """True if the blocks are compiled: on devices by inductor, on the CPU as `compile_backend` says."""
+    compiled: Literal["blocks", "model"] = "blocks"
+    """Modules that `compile` compiles: each block, or the model with its embedding, norm and output."""
     tied_embeddings: bool = False
     """True if the output layer shares the weight of the embedding."""
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
@@ -277,6 +279,7 @@ _PREFIXES = {
     "record_streams": "avoidrs",
     "expandable_segments": "expseg",
     "activation_checkpointing": "ac",
+    "compiled": "compiled",
     "dropout": "drop",
     "saved_on": "from.",
     "steps": "steps",
@@ -480,8 +483,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         yield cell.weights != "hf", "a Llama model has no experts"
         yield MODELS[cell.model].n_experts % mesh.ep == 0, f"experts cannot be divided among {mesh.ep} ranks"
     yield bool(MODELS[cell.model].n_experts) or mesh.ep == 1, "a mesh of experts (ep) needs a model that has some"
-    yield from context_effects(asdict(cell), mesh)
-    yield from float8_effects(asdict(cell), mesh)
+    yield from option_effects(asdict(cell), mesh)
     yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
     if mesh.pp > 1:
         stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), MODELS[cell.model].n_layers

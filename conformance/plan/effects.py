@@ -1,4 +1,4 @@
-"""Preconditions for context parallelism and float8 to have an effect on a cell, each with the message if it fails."""
+"""Preconditions for options to have an effect on a cell, each with the message if it fails."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,14 @@ _MULTIPLE = 16
 """Kernels of float8 products take numbers of rows and columns that are multiples of this."""
 
 
-def context_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
+def option_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
+    """Yield the preconditions of context parallelism, float8 and compiled models, by the names and values of axes."""
+    yield from _context_effects(axes, mesh)
+    yield from _float8_effects(axes, mesh)
+    yield from _compiled_effects(axes, mesh)
+
+
+def _context_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
     """Yield the preconditions of ranks that share samples, on a cell with these values of its axes."""
     if mesh.cp == 1:
         return
@@ -25,7 +32,7 @@ def context_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Preconditio
     yield not axes["dropout"], "masks of dropout are joined by samples, and not by parts of sequences"
 
 
-def float8_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
+def _float8_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
     """Yield the preconditions of products in float8, and of weights that are gathered in it."""
     if axes["float8"] == "none":
         return
@@ -40,3 +47,14 @@ def float8_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition
         yield even, "shards that are gathered in float8 are not padded"
         yield axes["reshard"] != "k2", "torch cannot gather float8 shards that are resharded"
         yield axes["offload"] == "none", "a copy of a weight on another device has lost its scale"
+
+
+def _compiled_effects(axes: Mapping[str, Any], mesh: Mesh) -> Iterator[Precondition]:
+    """Yield the preconditions of a compiled model."""
+    if axes["compiled"] == "blocks":
+        return
+    yield axes["compile"], "compiled model needs compile true"
+    yield mesh.tp == 1 and mesh.pp == 1, "a compiled model has neither tensor parallelism nor pipelines"
+    yield axes["implementation"] == "fsdp2", "FSDP1 is there for comparison, and its blocks alone are compiled"
+    # What AOTAutograd makes of it saves the state of generators by an operator of higher order.
+    yield axes["activation_checkpointing"] == "none", "instruments do not see recomputation in a compiled model"

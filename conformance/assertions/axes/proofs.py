@@ -62,6 +62,7 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "offload": {"pin_memory": False},
     "sequence_parallel": {"norms_in_tp": True},
     "implementation": {"limit_all_gathers": True},
+    "compile": {"compiled": "blocks"},
 }
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 """Prefixes of the operators whose results selective activation checkpointing keeps."""
@@ -406,6 +407,16 @@ def _compile(record: Record, neighbour: Record) -> None:
             )
 
 
+def _compiled(record: Record, neighbour: Record) -> None:
+    for run in (record, neighbour):
+        for facts in run.ranks:
+            breaks = facts.blocks.breaks
+            expect(
+                (breaks > 0) == (run.cell.compiled == "model"),
+                f"{run.cell.id}, rank {facts.rank}: {breaks} breaks of graphs",
+            )
+
+
 def _tied_embeddings(record: Record, neighbour: Record) -> None:
     names, usual = (run.ranks[0].parameters.keys() for run in (record, neighbour))
     expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
@@ -483,6 +494,7 @@ PROOFS: dict[str, Proof] = {
     "loss_parallel": _loss_parallel,
     "activation_checkpointing": _activation_checkpointing,
     "compile": _compile,
+    "compiled": _compiled,
     "tied_embeddings": _tied_embeddings,
     "dropout": _dropout,
     "schedule": _schedule,

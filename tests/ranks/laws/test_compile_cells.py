@@ -48,7 +48,7 @@ def run_in_ranks(pools: Pools, directory: Path, cell: Cell) -> list[RankFacts]:
 def test_a_silent_fallback_shows(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):
         facts = run_alone(tmp_path / "run", compile=True)
-    assert facts.blocks == CompilationFacts(graphs=0, compiled=0, eager=LAYERS * STEPS)
+    assert facts.blocks == CompilationFacts(graphs=0, compiled=0, eager=LAYERS * STEPS, breaks=0)
 
 
 def test_graphs_do_not_outlive_their_run(tmp_path: Path) -> None:
@@ -68,12 +68,23 @@ def test_what_instruments_see_of_compiled_cells(tmp_path: Path, pools: Pools) ->
     after = run_in_ranks(pools, tmp_path / "after", cell)
     assert [facts.fingerprints for facts in after] == [facts.fingerprints for facts in plain]
     for ours, theirs in zip(compiled, plain, strict=True):
-        assert ours.blocks == CompilationFacts(graphs=1, compiled=LAYERS * STEPS, eager=0)
+        assert ours.blocks == CompilationFacts(graphs=1, compiled=LAYERS * STEPS, eager=0, breaks=0)
         assert Counter(ours.collectives) == Counter(theirs.collectives)
         assert {"matmul/forward", "matmul/backward", "attention/forward"} <= ours.dtypes.keys()
         assert {name for name in theirs.dtypes if name not in ours.dtypes} == {
             name for name in theirs.dtypes if name.startswith(("unsharded_p", "module_", "rope_")) and "layers." in name
         }
+
+
+def test_graphs_of_a_model_break_at_fsdp_and_are_those_of_its_blocks(tmp_path: Path) -> None:
+    """Nothing is compiled again in a later step, and no instrument is compiled."""
+    counters.clear()
+    model = run_alone(tmp_path / "model", compile=True, compiled="model")
+    assert counters["stats"]["unique_graphs"] == 1
+    blocks = run_alone(tmp_path / "blocks", compile=True)
+    assert model.blocks.breaks > 0 == blocks.blocks.breaks
+    assert model.fingerprints == blocks.fingerprints
+    assert (model.blocks.graphs, model.blocks.compiled) == (1, LAYERS * STEPS)
 
 
 def test_operators_that_inductor_hides_are_not_missed_and_nothing_else_is_forgiven() -> None:
