@@ -103,6 +103,12 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         f"precision {config.precision} with mesh.ep {dims.ep}, all of dp_shard: torch divides fp16 gradients of a "
         "group of one shard twice (findings/divide_factor_of_one_shard.py); use a smaller mesh.ep, or fp16-mp",
     )
+    require(
+        dims.dp_shard > 1 or config.gradient_divisor is None or PRECISIONS[config.precision].reduce != "float16",
+        f"precision {config.precision} with gradient_divisor {config.gradient_divisor} and mesh.dp_shard 1: torch "
+        "divides fp16 gradients of one shard twice (findings/divide_factor_of_one_shard.py); leave it out, or use "
+        "fp16-mp",
+    )
     _check_float8_shards(config, dims)
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,

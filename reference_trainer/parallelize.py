@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 from reference_trainer.config import GradientSync, TrainerConfig, has_group_around_blocks
-from reference_trainer.experts import MixtureOfExperts, over_ranks
+from reference_trainer.experts import Experts, MixtureOfExperts, over_ranks
 from reference_trainer.float8 import apply_float8
 from reference_trainer.frozen import freeze
 from reference_trainer.loss import sum_over_dp
@@ -315,8 +315,7 @@ def apply_fsdp_to_experts(
     fully_shard(experts, reshard_after_forward=reshard_after_forward, **options | {"mesh": fsdp_mesh(mesh)})
     group = cast("FSDPModule", experts)
     group.set_gradient_divide_factor(float(different_data))
-    # gloo has no reduction that multiplies first. A group of one shard must not be told so: it would divide twice
-    # (findings/divide_factor_of_one_shard.py).
+    # gloo has no reduction that multiplies first, and a group of one shard no reduction, see `set_gradient_divisor`.
     group.set_force_sum_reduction_for_comms(degree(mesh, "expert_shard") > 1)
 
 
@@ -362,13 +361,16 @@ def set_gradient_divisor(model: Transformer, divisor: float, mesh: DeviceMesh) -
     """Let each group divide its sums of gradients by this number instead of that of ranks.
 
     NCCL alone can scale within a reduction, see `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`: with
-    other backends FSDP has to sum, and to divide afterwards.
+    other backends FSDP has to sum, and to divide afterwards. A group of one shard must not be told so: it would divide
+    twice (findings/divide_factor_of_one_shard.py).
     """
     sums = dist.get_backend(fsdp_mesh(mesh).get_group("dp_shard")) != "nccl"
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            apart = isinstance(module, Experts) and model.expert_mesh is not None
+            shards = degree(cast("DeviceMesh", model.expert_mesh), "expert_shard") if apart else degree(mesh, "dp_shard")
             module.set_gradient_divide_factor(divisor)
-            module.set_force_sum_reduction_for_comms(sums)
+            module.set_force_sum_reduction_for_comms(sums and shards > 1)
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:

@@ -20,8 +20,10 @@ from conformance.oracles.copy_tables import largest_tables_bytes
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import (
     group_bytes,
+    group_numels,
     predict,
     resident_bytes,
+    scales_bytes,
     state_bytes,
     usage_by_phase,
 )
@@ -153,7 +155,7 @@ def _bounds(
     predicted = predict(config, dims, shapes, profile, traits=traits, shard_rank=shard_rank, kernels=not on_device)
     tables = largest_tables_bytes(config, dims, shapes, traits=traits) if on_device else {}
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
-    reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
+    reduced = max(group_numels(config, dims, shapes).values()) * _FP32_BYTES
     gathers = dims.dp_shard > 1 or traits.one_rank_gathers
     reduces = dims.dp > 1 or traits.one_rank_reduces
     buffers = {"forward": largest * gathers, "backward": reduced * reduces} if in_flight else {}
@@ -163,7 +165,7 @@ def _bounds(
         for phase, size in buffers.items()
     }
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
-    less += balance_losses_bytes(config)  # of the step before, which forward frees
+    less += balance_losses_bytes(config) + scales_bytes(config, shapes)  # of the step before, which forward frees
 
     def around(phase: str, value: int) -> Bounds:
         return Bounds(state + value - less, state + value + SCALARS_BYTES + held.get(phase, 0))

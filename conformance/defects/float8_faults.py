@@ -1,4 +1,4 @@
-"""Faults of float8 training: scales that are stale, or those of a shard, and layers that are left out."""
+"""Faults of float8 training: stale scales, or those of a shard, layers that are left out, copies that are kept."""
 
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from reference_trainer.train import Trainer
 _TENSORWISE = "id = dp2-bf16mp-float8tensorwise-default-meta"
 _ROWWISE = "id = dp2-bf16mp-float8rowwise-default-meta"
 _RESUMED = "id = dp2-bf16mp-float8tensorwise-default-meta-from.same"
+_MEMORY = "id = dp4-bf16mp-float8tensorwise-default-meta-deep"
 _PRECOMPUTING = "meta-pytorch/float8_experimental/pull/266"
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -71,6 +72,18 @@ def float8_scales_not_rounded(benign: bool, original: Call, scale: Tensor) -> Te
     """Scales of rows are not rounded down to powers of two, as the recipe promises."""
     rounded: Tensor = original(scale)
     return rounded if benign else scale
+
+
+@defect("MEM-1", _MEMORY, "pytorch/pytorch/pull/194114", since="2.10")
+@instead_of("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor", "fsdp_post_all_gather")
+def copy_kept_beside_float8(
+    benign: bool, original: Call, shard: Any, gathered: tuple[Tensor, ...], scale: Any, dtype: torch.dtype, **out: Any
+) -> Any:
+    """A weight that was gathered in float8 keeps a copy in bf16 until it is gathered again."""
+    copy = gathered[0].to(torch.bfloat16)
+    if not benign:
+        shard.copy_of_gathered = copy
+    return original(shard, gathered, scale, dtype, **out)
 
 
 def _shards(model: nn.Module) -> list[Any]:

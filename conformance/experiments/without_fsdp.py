@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from conformance.run.experiment import Needs
 from reference_trainer.config import TrainerConfig
 from reference_trainer.context_parallel import ContextParallel
 from reference_trainer.data import Batches
+from reference_trainer.float8 import apply_float8
 from reference_trainer.frozen import freeze
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss, with_balance
@@ -87,6 +89,10 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
     """Cast parameters to the compute dtype, and apply to the model, in place, all that the trainer does but FSDP."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
+    if config.float8 != "none":
+        for block in model.blocks.values():
+            apply_float8(block, config.float8, device.type)
+            _gather_in_float8(block)
     if tp > 1:
         apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
     if config.model.n_experts and (tp > 1 or config.mesh.ep > 1):
@@ -98,6 +104,20 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
     freeze(model, config.frozen)
+
+
+def _gather_in_float8(block: nn.Module) -> None:
+    """Replace weights that are gathered in float8 by what FSDP makes of them, see `FSDPParam.init_unsharded_param`.
+
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather` are the protocol of FSDP's extensions.
+    """
+    for module in block.modules():
+        weight: Any = getattr(module, "weight", None)
+        if hasattr(weight, "fsdp_pre_all_gather"):
+            with torch.no_grad():
+                shards, scale = weight.fsdp_pre_all_gather(None)
+                gathered, _ = weight.fsdp_post_all_gather(shards, scale, weight.dtype)
+            module.weight = nn.Parameter(gathered)
 
 
 def segments_without_fsdp(

@@ -31,7 +31,7 @@ from conformance.instruments.held_storages import (
     Moment,
 )
 from conformance.oracles.initialisation import building_memory
-from conformance.oracles.memory_model import group_bytes, predict
+from conformance.oracles.memory_model import group_numels, predict
 from conformance.oracles.memory_walk import Usage
 from conformance.oracles.schedule import entered, gradient_sync, group_of, groups, ranks_after_forward
 from conformance.oracles.torch_versions import traits_of
@@ -54,6 +54,8 @@ _RECEIVES = "_make_tensor_from_meta"
 """Function of `torch.distributed.pipelining` that allocates receive buffers, in the first step, for all steps."""
 _HALVES = "_autograd_grad_for_inputs"
 """Function of `torch.distributed.pipelining` whose gradients stay in some versions, which MEM-6 judges."""
+_SCALES = "precompute_scales"
+"""Function of the trainer that computes, after a step, the scales of weights that are gathered in the next one."""
 _MODES = ("always", "default", "except-last", "never")
 _OTHERS = "other storages"
 
@@ -191,12 +193,11 @@ def _accumulated_bytes(cell: Cell, moment: Moment, stage: int) -> int:
     """
     if gradient_sync(cell.config) == "each" or moment.phase not in _TRAINING:
         return 0
-    numel = sum(group_bytes(*sizes_of(cell, stage=stage)).values()) // itemsize_bytes(cell.config, "compute")
-    return numel * itemsize_bytes(cell.config, "reduce")
+    return sum(group_numels(*sizes_of(cell, stage=stage)).values()) * itemsize_bytes(cell.config, "reduce")
 
 
 def _should_be_gone(site: HeldSite, moment: Moment) -> bool:
-    kept = {_RECEIVES, *([_HALVES] if traits_of(str(torch.__version__)).halves_keep_gradients else [])}
+    kept = {_RECEIVES, _SCALES, *([_HALVES] if traits_of(str(torch.__version__)).halves_keep_gradients else [])}
     if site.function in kept:
         return False
     if site.step < moment.step and site.phase != "build":

@@ -9,8 +9,9 @@ import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
+from conformance.oracles.float8 import gathered_in_float8
 from conformance.oracles.frozen import at_step, trained
-from conformance.oracles.memory_walk import Usage, Walk
+from conformance.oracles.memory_walk import Usage, Walk, sums
 from conformance.oracles.schedule import Shapes, shardings
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
@@ -66,12 +67,19 @@ def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes, *,
     """Return the bytes of tensors that a rank holds between steps.
 
     They are its state, of which only the parameters are padded, AdamW's counter of each parameter, and the model's
-    table of rotations, both in fp32.
+    table of rotations, both in fp32; and the scales of weights that are gathered in float8, twice: unsharded weights
+    keep those with which they were gathered last.
     """
     counters = len(trained(shapes, config)) if config.optimizer.name == "adamw" else 0
     rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
     padding = len(optimizer_state(config.optimizer)) * _padding_bytes(config, dims, trained(shapes, config), shard_rank)
-    return state_bytes(config, dims, shapes) - padding + torch.float32.itemsize * (counters + rotations)
+    numbers = torch.float32.itemsize * (counters + rotations)
+    return state_bytes(config, dims, shapes) - padding + numbers + 2 * scales_bytes(config, shapes)
+
+
+def scales_bytes(config: TrainerConfig, shapes: Shapes) -> int:
+    """Return the bytes of the scales of a rank's weights that are gathered in float8, in fp32."""
+    return torch.float32.itemsize * len(gathered_in_float8(config).keys() & shapes.keys())
 
 
 def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
@@ -97,9 +105,12 @@ def _master_bytes(config: TrainerConfig) -> int:
 
 
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> dict[str, int]:
-    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation."""
+    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation or in float8."""
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
-    nbytes: dict[str, int] = {}
-    for sharding in shardings(shapes, config, shards=dims.dp_shard).values():
-        nbytes[sharding.group] = nbytes.get(sharding.group, 0) + sharding.padded * compute
-    return nbytes
+    sharded = shardings(shapes, config, shards=dims.dp_shard).values()
+    return sums((sharding.group, sharding.gathered_bytes(compute)) for sharding in sharded)
+
+
+def group_numels(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> dict[str, int]:
+    """Return the elements of each group's unsharded parameters, with padding."""
+    return sums((each.group, each.padded) for each in shardings(shapes, config, shards=dims.dp_shard).values())

@@ -10,6 +10,7 @@ a rank holds some, have fewer ranks than the rest of their block, see `schedule.
                                 has copied its own out (up to torch 2.14; from 2.15 on until it begins to), in backward
                                 until it is copied out itself; there are several if groups are prefetched
     C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
+                                (of weights that are gathered in float8, A, C and U have a byte for each element)
     U  n of the compute dtype   unsharded parameters, until they are resharded
     P  n / k                    the shard that is left of U if it is resharded to k ranks
     I  n of the reduce dtype    input of the reduce-scatter, until the next group's backward is over
@@ -194,10 +195,7 @@ class Walk:
             self._optimizer_groups[0 if len(shapes[name]) > 1 else 1].append(sharding.own(shard_rank))
         self._ranks = {group: parameters[0].ranks for group, parameters in self._parameters.items()}
         """Ranks that shard each group."""
-        self._shard, self._gradient_shard = (
-            {group: sum(p.shard for p in parameters) for group, parameters in by_group.items()}
-            for by_group in (self._parameters, self._trained)
-        )
+        self._gradient_shard = {group: sum(p.shard for p in each) for group, each in self._trained.items()}
         self._roots = roots(config, self._parameters)
         self._held: dict[str, int] = {}
         self._phase = "forward"
@@ -221,7 +219,7 @@ class Walk:
     def _note(self, extra: int = 0) -> None:
         usage = self.phases.setdefault(self._phase, Usage())
         usage.end_bytes = sum(self._held.values()) + self._model_bytes
-        usage.end_by_buffer = _sums((name.split()[0], nbytes) for name, nbytes in self._held.items())
+        usage.end_by_buffer = sums((name.split()[0], nbytes) for name, nbytes in self._held.items())
         for buffer, nbytes in usage.end_by_buffer.items():
             usage.most_by_buffer[buffer] = max(nbytes, usage.most_by_buffer.get(buffer, 0))
         if usage.end_bytes + extra > usage.peak_bytes:
@@ -540,18 +538,30 @@ class Walk:
         ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._ranks[group]
         if ranks == 1:
             return
-        cast = self._padded(group) // ranks * self._compute if self._compute != self._master else 0
-        self._hold("C", cast)
-        self._hold(f"A {group}", self._padded(group) * self._compute)
+        for parameter in self._parameters[group]:
+            if parameter.in_float8:
+                self._cast_to_float8(parameter.padded // ranks)
+        wide = sum(parameter.padded for parameter in self._parameters[group] if not parameter.in_float8)
+        self._hold("C", wide // ranks * self._compute if self._compute != self._master else 0)
+        self._hold(f"A {group}", self._gathered_bytes(group))
         self._free("C")
+
+    def _cast_to_float8(self, shard: int) -> None:
+        """A shard is scaled in fp32, clamped, and cast; shards of other weights that were cast before stay.
+
+        Source: torchao/float8/fsdp_utils.py, `fsdp_pre_all_gather`, which FSDP calls weight by weight.
+        """
+        self._note(2 * shard * torch.float32.itemsize)
+        self._hold("C", shard)
+        self._note(2 * shard * torch.float32.itemsize)
 
     def _copy_out(self, group: str) -> None:
         if f"U {group}" in self._held:
             return
         if self._ranks[group] == 1 and self._compute != self._master:
             self._cast_one_by_one(group)
-        self._hold(f"U {group}", self._padded(group) * self._compute)
-        self._note(sum(p.padded for p in self._parameters[group] if p.by_columns) * self._compute)
+        self._hold(f"U {group}", self._gathered_bytes(group))
+        self._note(sum(p.gathered_bytes(self._compute) for p in self._parameters[group] if p.by_columns))
         self._free(f"P {group}")
 
     def _cast_one_by_one(self, group: str) -> None:
@@ -561,7 +571,7 @@ class Walk:
         """
         copied = previous = 0
         for parameter in self._parameters[group]:
-            cast = parameter.padded * self._compute
+            cast = parameter.gathered_bytes(self._compute)
             self._note(copied + previous + cast)
             copied += cast
             self._note(copied + cast)
@@ -571,13 +581,14 @@ class Walk:
         for name in names:
             self._free(name)
 
-    def _padded(self, group: str) -> int:
-        """Elements of a group's unsharded parameters, with padding."""
-        return self._shard[group] * self._ranks[group]
+    def _gathered_bytes(self, group: str) -> int:
+        """Bytes of a group's unsharded parameters, with padding."""
+        return sum(parameter.gathered_bytes(self._compute) for parameter in self._parameters[group])
 
 
-def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, nbytes in items:
-        sums[name] = sums.get(name, 0) + nbytes
-    return sums
+def sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the sum of the numbers of each name."""
+    total: dict[str, int] = {}
+    for name, number in items:
+        total[name] = total.get(name, 0) + number
+    return total

@@ -197,6 +197,8 @@ class Sharding(NamedTuple):
     """Consecutive ranks of `dp_shard` that hold different experts."""
     by_columns: bool = False
     """True if dimension 1 is sharded, so that FSDP copies gathered tensors and gradients once more."""
+    in_float8: bool = False
+    """True if shards are cast to float8, with one scale for all of them, before they are gathered."""
 
     @property
     def numel(self) -> int:
@@ -213,6 +215,10 @@ class Sharding(NamedTuple):
         """Elements of all shards together."""
         return self.shard * self.ranks
 
+    def gathered_bytes(self, compute_bytes: int) -> int:
+        """Return the bytes of all shards together as they are gathered, in the dtype of computation or in float8."""
+        return self.padded * (1 if self.in_float8 else compute_bytes)
+
     def own(self, shard_rank: int) -> int:
         """Return the elements of the shard of a coordinate in `dp_shard`, without padding."""
         return chunk_size(self.rows, self.ranks, shard_rank // self.ep) * self.row_numel
@@ -220,13 +226,13 @@ class Sharding(NamedTuple):
 
 def shardings(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, Sharding]:
     """Return how FSDP shards each parameter over `shards` ranks, those of `dp_shard`."""
-    found = {}
+    found, in_float8 = {}, gathered_in_float8(config)
     for name, shape in shapes.items():
         by_columns = has_shards_of_columns(shape, config, shards)
         rows, *rest = reversed(shape) if by_columns else shape
         group = group_of(name, config)
         ep = config.mesh.ep if _is_of_experts(group, config) else 1
-        found[name] = Sharding(group, rows // ep, prod(rest), shards // ep, ep, by_columns)
+        found[name] = Sharding(group, rows // ep, prod(rest), shards // ep, ep, by_columns, name in in_float8)
     return found
 
 

@@ -42,8 +42,8 @@ from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
 _COLUMNS = ("wo", "w2")
-_EXPERTS = {"w1": 1, "w3": 1, "w2": 2}
-"""Sharded dimension of stacked experts, the hidden one."""
+_EXPERTS = {"w1": 1, "w3": 1, "w13": 1, "w2": 2}
+"""Sharded dimension of stacked experts, the hidden one; `w13` is w1 and w3 in one stack."""
 
 
 def sharded_dim(parameter: str) -> int | None:
@@ -51,9 +51,9 @@ def sharded_dim(parameter: str) -> int | None:
 
     Raises ValueError for an unknown parameter.
     """
+    if ".experts." in parameter:
+        return _EXPERTS[parameter.partition(".experts.")[2].removesuffix(".weight")]
     module, kind = parameter.split(".")[-2:]
-    if module == "experts":
-        return _EXPERTS[kind]
     if module in _ROWS:
         return 0
     if module in _COLUMNS:
@@ -104,7 +104,7 @@ def tensor_parallel_events(
     """Return all collectives over `tp` in forward and backward of one optimizer step, in the order of every rank.
 
     In a pipeline they are those of the stages of `pp_rank`, micro-batch by micro-batch, which is not their order.
-    `shapes` are those of a model whose blocks, all alike, have other norms than the trainer's.
+    `shapes` are those of a model whose blocks have other norms than the trainer's, or routers in some of them.
     Sizes are those of the largest rank: a rank that has less of an uneven dimension pads it before it is sent.
     """
     if dims.tp == 1:
@@ -126,7 +126,7 @@ class _Traffic:
             for name, shape in shapes.items()
             if is_router(name) or (is_norm(name) and config.sequence_parallel)
         }
-        """Elements of parameters whose gradients are sums over the ranks; those of the first block stand for all."""
+        """Elements of parameters whose gradients are sums over the ranks."""
         self._trained = {group_of(name, config) for name in trained(shapes, config)}
         """Groups of FSDP with parameters that train."""
         self._policy = dtype_policy(config.precision)
@@ -145,7 +145,7 @@ class _Traffic:
             self._backward(each, micro_batch, self._computed(layers, each), first=first, last=last)
         for layer in layers:
             if not passes_of(f"layers.{layer}", self._config, micro_batch):
-                self._replicated_gradients("layers.0.", f"layers.{layer}.", micro_batch, micro_batch)
+                self._replicated_gradients(f"layers.{layer}.", micro_batch, micro_batch)
 
     def _computed(self, layers: Sequence[int], micro_batch: int) -> list[int]:
         computed = computed_blocks(self._config, micro_batch)
@@ -155,7 +155,7 @@ class _Traffic:
         """Walk back through the forward pass of one of the micro-batches of the backward that `ends` with another."""
         if last:
             self._enter_backward()
-            self._replicated_gradients("norm.", "norm.", micro_batch, ends)
+            self._replicated_gradients("norm.", micro_batch, ends)
         for layer in reversed(layers):
             self._block_backward(layer, micro_batch, ends)
         if first and is_trained("tok_embeddings.weight", self._config):
@@ -196,11 +196,11 @@ class _Traffic:
         is_group = group_of(f"{norm}.weight", self._config) == norm
         self._enter_backward()
         if is_group:
-            self._replicated_gradients("layers.0.ffn_norm.", f"{norm}.", micro_batch, ends)
+            self._replicated_gradients(f"{norm}.", micro_batch, ends)
         self._leave_backward()
         self._enter_backward()
         for within in (".attention_norm.", ".feed_forward.") if is_group else (".",):
-            self._replicated_gradients(f"layers.0{within}", f"{block}{within}", micro_batch, ends)
+            self._replicated_gradients(f"{block}{within}", micro_batch, ends)
 
     def _enter(self, phase: str) -> None:
         if self._config.sequence_parallel:
@@ -227,12 +227,12 @@ class _Traffic:
         else:
             self._issue(phase, "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
-    def _replicated_gradients(self, prefix: str, own_prefix: str, micro_batch: int, ends: int) -> None:
+    def _replicated_gradients(self, prefix: str, micro_batch: int, ends: int) -> None:
         """Issue the reductions over `tp` of gradients that are partial sums.
 
         They are those of routers, and of norms whose activations sequence parallelism shards.
-        Parameters are those whose names begin with `prefix`, under names of their own; gradients those of the backward
-        that `ends` with a micro-batch, which are complete in the first of several passes, and those that wait for it.
+        Parameters are those whose names begin with `prefix`; gradients those of the backward that `ends` with a
+        micro-batch, which are complete in the first of several passes, and those that wait for it.
 
         Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
         (FSDPParam._get_grad_inner_tensor), in the gradient's dtype: that of computation, or the dtype in which
@@ -242,10 +242,9 @@ class _Traffic:
         and is complete on every rank.
         """
         reduces, _ = communicates(self._config, ends)
-        names = {name: name.replace(prefix, own_prefix, 1) for name in self._copied if name.startswith(prefix)}
-        for name, own_name in names.items():
-            if reduces and is_trained(own_name, self._config):
-                self._reduce_replicated(self._copied[name], group_of(own_name, self._config), micro_batch, ends)
+        for name, numel in self._copied.items():
+            if name.startswith(prefix) and reduces and is_trained(name, self._config):
+                self._reduce_replicated(numel, group_of(name, self._config), micro_batch, ends)
 
     def _reduce_replicated(self, numel: int, group: str, micro_batch: int, ends: int) -> None:
         config, together = self._config, passes_of(group, self._config, ends)

@@ -105,9 +105,6 @@ GAPS = {
     "large-models": Gap(
         "model in (deep, half, wide)", "a run takes many times as long; laws on memory judge these models in simulation"
     ),
-    "float8-memory": Gap(
-        "float8 = tensorwise", "the memory model does not know casts of shards before they are gathered in float8"
-    ),
     "streams-alike": Gap(
         "saved_on != none or tied_embeddings = true or batches = uneven",
         "the law runs each cell under several schedules; streams are used as on the cells without these options",

@@ -17,8 +17,8 @@ from conformance.oracles.tp_schedule import shards
 from conformance.sizing.decoder import Decoder, Workload
 
 _FP32_BYTES = 4
-_ROWWISE = ("wo", "w2")
-"""Products whose inputs tensor parallelism shards, so that each rank has a part of a sum."""
+_WHOLE = ("wo", "w2", "router")
+"""Products of which each tensor-parallel rank has outputs of full width: routers, and parts of sums over the ranks."""
 
 
 def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
@@ -72,7 +72,8 @@ def _costs(workload: Workload) -> _Costs:
     is_sharded = config.loss_parallel and dims.tp > 1
     logits = tokens * decoder.vocab_size * _FP32_BYTES // (dims.tp if is_sharded else 1)
     logits *= workload.logits != "chunked"
-    # The embedding's output counts with the first block. The loss keeps logarithms in fp32.
+    # The embedding's output counts with the first block. The last layer keeps its input as it was gathered over tp. The
+    # loss keeps logarithms in fp32.
     computed = logits * compute // _FP32_BYTES
     held = {"kept": computed, "kept-fp32": logits}.get(workload.logits, 0)
     loss = held + logits
@@ -93,7 +94,7 @@ def _costs(workload: Workload) -> _Costs:
         working[block] = max(exchanged[block], exchanged[block] // 2 + working[block])
         results[block] = max(returned[block], results[block])
     return _Costs(
-        saved=saved | {"output": 2 * hidden + loss},
+        saved=saved | {"output": (1 + dims.tp) * hidden + loss},
         working=working,
         returned=results | {"output": working["output"]},
         recomputed=recomputed,
@@ -341,7 +342,8 @@ def _everything(decoder: Decoder, layer: int) -> _Elements:
     They are inputs and outputs of norms (of those whose output is saved as another's input, the input), queries, keys
     and values (repeated for each query head), the output of attention, and four times the hidden layer of the
     feed-forward (gate, its activation, up, their product). Experts have their own copies of a token and of its result.
-    With tensor parallelism the outputs of both norms before products are saved as they were gathered.
+    With tensor parallelism the outputs of both norms before products are saved as they were gathered, and each rank has
+    copies of all tokens and results, of whose experts it has a part.
     """
     attention = 2 * decoder.n_heads * (decoder.head_width + decoder.value_width)
     queries, keys = (heads * decoder.head_width for heads in (decoder.n_heads, decoder.n_kv_heads))
@@ -352,8 +354,8 @@ def _everything(decoder: Decoder, layer: int) -> _Elements:
     experts = decoder.experts_of(layer)
     if experts is None:
         return _Elements(norms + attention + 4 * decoder.ffn_dim, 2 * decoder.dim)
-    routed = experts.active * (2 * decoder.dim + 4 * experts.ffn_dim)
-    return _Elements(norms + attention + routed + 4 * experts.shared_ffn_dim, 2 * decoder.dim)
+    hidden = 4 * (experts.active * experts.ffn_dim + experts.shared_ffn_dim)
+    return _Elements(norms + attention + hidden, 2 * decoder.dim + experts.active * 2 * decoder.dim)
 
 
 def _input(decoder: Decoder, _layer: int) -> _Elements:
@@ -362,8 +364,8 @@ def _input(decoder: Decoder, _layer: int) -> _Elements:
 
 def _products(decoder: Decoder, layer: int) -> _Elements:
     """Elements of a block's input and of the outputs of its matrix products and of attention."""
-    sharded, replicated = _outputs(decoder, layer)
-    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(replicated))
+    sharded, whole = _outputs(decoder, layer)
+    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(whole))
 
 
 def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
@@ -377,18 +379,18 @@ def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
 
 
 def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
-    """Return the elements of the products' outputs: those that are sharded, and those that are summed over ranks."""
+    """Return the elements of the products' outputs: those that are sharded, and those that each rank has whole."""
     sharded: list[int] = []
-    summed: list[int] = []
+    whole: list[int] = []
     for product in decoder.products(layer):
-        sizes = summed if product.name.rpartition(".")[2] in _ROWWISE else sharded
+        sizes = whole if product.name.rpartition(".")[2] in _WHOLE else sharded
         sizes.append(product.active * product.outputs)
-    return sharded, summed
+    return sharded, whole
 
 
 def _largest(decoder: Decoder, layer: int) -> _Largest:
-    sharded, replicated = _outputs(decoder, layer)
-    return _Largest(_Elements(max(sharded)), _Elements(0, max(replicated)))
+    sharded, whole = _outputs(decoder, layer)
+    return _Largest(_Elements(max(sharded)), _Elements(0, max(whole)))
 
 
 def _returned(decoder: Decoder, layer: int) -> _Largest:
@@ -405,22 +407,22 @@ def _exchanged(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the rows of an exchange with experts of other ranks at its end, of which only the last are kept.
 
     These are the rows that were sent and those that have arrived, their results, and the results that have returned.
-    Experts compute while the first two are there.
+    Experts compute while the first two are there. Each tensor-parallel rank exchanges the rows of all tokens.
     """
     experts = decoder.experts_of(layer)
-    return _Elements(4 * experts.active * decoder.dim if experts else 0)
+    return _Elements(0, 4 * experts.active * decoder.dim if experts else 0)
 
 
 def _returned_in_exchange(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the gradients of rows that are sent and of those that arrive."""
     experts = decoder.experts_of(layer)
-    return _Elements(2 * experts.active * decoder.dim if experts else 0)
+    return _Elements(0, 2 * experts.active * decoder.dim if experts else 0)
 
 
 def _gradients(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the gradients of the results of a block's norms and linear layers."""
-    sharded, replicated = _outputs(decoder, layer)
-    return _Elements(sum(sharded), 2 * decoder.dim + sum(replicated))
+    sharded, whole = _outputs(decoder, layer)
+    return _Elements(sum(sharded), 2 * decoder.dim + sum(whole))
 
 
 KEPT: dict[str, Width] = {

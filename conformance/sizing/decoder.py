@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from reference_trainer.checks import Config, UsageError, at_least_one, not_negative, require, require_each
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -160,6 +162,12 @@ class Decoder(Config, frozen=True, kw_only=True):
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a block, None for one that has the plain feed-forward network."""
         return None if self.experts and layer in self.experts.dense_layers else self.experts
+
+    def sizes_of_experts(self) -> Iterator["Decoder"]:
+        """Yield this decoder with the hidden layer of its experts, and with that of the shared ones, if it has any."""
+        for width in (self.experts.ffn_dim, self.experts.shared_ffn_dim) if self.experts else ():
+            if width:
+                yield replace(self, ffn_dim=width)
 
     def _norm_widths(self) -> dict[str, int]:
         """Widths of the norms of a block."""

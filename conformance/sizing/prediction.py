@@ -4,7 +4,6 @@ Parameters, gradients, buffers of collectives and the optimizer follow the memor
 with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -299,12 +298,6 @@ def configuration(request: Request) -> Workload:
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
-    require(
-        re.search(r"(^|-)cp\d", request.mesh) is None,
-        f"mesh {request.mesh}: context parallelism (cp) is not modelled for published models: what ring attention "
-        "holds of other ranks' keys and values has no formula here; use a mesh without cp, and the --seq-len of one "
-        "rank",
-    )
     mesh = Mesh.parse(request.mesh)
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {
@@ -326,7 +319,8 @@ def configuration(request: Request) -> Workload:
     except msgspec.ValidationError as error:
         raise UsageError(str(error)) from None
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
-    check_blocks_fit(decoder, tp=dims.tp)
+    for sizes in (decoder, *decoder.sizes_of_experts()):
+        check_blocks_fit(sizes, tp=dims.tp)
     check_fits_mesh(config, dims)
     check_pipeline(config, dims)
     require(
@@ -343,9 +337,11 @@ def _require_modelled(decoder: Decoder, request: Request, mesh: Mesh) -> None:
         f"{request.model} with mesh {request.mesh}: the model has no experts that ep could divide; use a mesh without "
         "ep",
     )
-    lacking = [name for name in ("experts", "latents", "sinks") if getattr(decoder, name)]
+    lacking = [name for name in ("latents", "sinks") if getattr(decoder, name)]
+    lacking += ["biases of experts"] if "experts" in decoder.biases else []
     structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(lacking)} is not modelled"
     require(mesh.tp == 1 or not lacking, f"{structure}; use a mesh without tp")
+    _require_no_rings(decoder, request, mesh)
     if request.activation_checkpointing != "selective-op":
         return
     lacking = [name for name in ("experts", "biases") if getattr(decoder, name)]
@@ -353,6 +349,20 @@ def _require_modelled(decoder: Decoder, request: Request, mesh: Mesh) -> None:
         not lacking and mesh.tp == 1,
         f"activation checkpointing selective-op with {', '.join([*lacking, *(['tp'] if mesh.tp > 1 else [])])}: "
         "torchtitan's policy then counts other operators, which are not modelled; use selective or full",
+    )
+
+
+def _require_no_rings(decoder: Decoder, request: Request, mesh: Mesh) -> None:
+    require(
+        mesh.cp == 1 or decoder.experts is None,
+        f"mesh {request.mesh}: the trainer refuses mesh.cp with model.n_experts, so that no measurement could be "
+        "compared with a prediction; use a mesh without cp",
+    )
+    require(
+        mesh.cp == 1,
+        f"mesh {request.mesh}: context parallelism (cp) is not modelled for published models: what ring attention "
+        "holds of other ranks' keys and values has no formula here; use a mesh without cp, and the --seq-len of one "
+        "rank",
     )
 
 

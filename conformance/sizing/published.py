@@ -25,8 +25,8 @@ Written by `python -m conformance docs --write` from conformance/sizing.
 `conformance predict --model` takes a name, a .yaml, or a config.json of Hugging Face whose architecture is one of
 {architectures}; each has as many parameters as the class of transformers. Any other is refused, as are quantized
 weights that were never trained otherwise. Encoders of images, and layers that predict further tokens, are named as left
-out. With tensor parallelism a model with experts or latent attention is refused, and so is context parallelism (cp):
-the memory of attention in a ring is measured for the trainer (MEM-1), and has no formula for published models.
+out. With tensor parallelism a model with latent attention is refused, and so is context parallelism (cp): the memory of
+attention in a ring is measured for the trainer (MEM-1), and has no formula for published models.
 
 ## Experts
 
@@ -35,6 +35,7 @@ ranks with the same ones shard them, as an FSDP group of their own along the fir
 are sharded over all ranks. Without `ep` a block gathers all of its experts. A rank sends each row to its experts and
 back, in forward and in backward, and with full checkpointing twice in backward, in the dtype of computation:
 all-to-alls of `ep` in the table of collectives. Tokens are spread evenly; the busiest rank of a real router needs more.
+With `tp` each rank has a part of every expert, and exchanges the rows of all tokens.
 
 ## Activations
 

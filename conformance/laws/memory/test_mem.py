@@ -33,7 +33,7 @@ from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles.frozen import trained
-from conformance.oracles.memory_model import group_bytes
+from conformance.oracles.memory_model import group_bytes, group_numels, scales_bytes
 from conformance.oracles.schedule import kept_after_forward
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -51,7 +51,6 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
     where="(model in (deep, wide, large) or (model = cut and features <= 3 or model = experts) "
     # The memory model knows eager blocks and masters of one dtype; what simulated transfers receive overflows in fp16.
     "and precision not in (bf16-mixed, fp16-mp, fp16-reduce) and compile = false) and implementation = fsdp2",
-    gaps=["float8-memory"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -126,8 +125,7 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
         for operator in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
     )
     compare.between(gathered, largest, largest + SCALARS_BYTES, name="copy", detail="an all-gather", unit="bytes")
-    gradients = max(group_bytes(config, dims, trained(shapes, config)).values())
-    reduce = gradients // itemsize_bytes(config, "compute") * itemsize_bytes(config, "reduce")
+    reduce = max(group_numels(config, dims, trained(shapes, config)).values()) * itemsize_bytes(config, "reduce")
     compare.between(reduced, reduce, reduce + SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
 
 
@@ -190,7 +188,8 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
 )
 def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     """Memory held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
-    are kept (slope); the memory without layers MUST be that of embedding, norm and output (intercept).
+    are kept (slope), less the scales with which float8 weights of the step before were gathered; the memory without
+    layers MUST be that of embedding, norm and output (intercept).
 
     Computed from a model of eight layers and one of four. Wrong if memory of each layer is held once, or the reverse.
     """
@@ -203,7 +202,8 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     sizes = group_bytes(config, dims, shapes)
     kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
     growth = activations["after-forward layers.2"] - activations["after-forward layers.1"]
-    layer_bytes = growth + kept.get("layers.1", 0)
+    freed = scales_bytes(config, {name: shape for name, shape in shapes.items() if name.startswith("layers.1.")})
+    layer_bytes = growth + kept.get("layers.1", 0) - freed
     slope = (held - less) // (layers - fewer)
     detail, unit = f"{held} and {less} bytes", "bytes for each layer"
     compare.count(slope, name="slope", expected=layer_bytes, detail=detail, unit=unit, kind="memory")

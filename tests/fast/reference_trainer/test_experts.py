@@ -152,3 +152,12 @@ def test_a_reduction_in_fp16_over_one_shard_is_refused() -> None:
     config = replace(CONFIG, mesh=MeshConfig(dp_shard=2, ep=2), precision="fp16-reduce")
     with pytest.raises(UsageError, match="torch divides fp16 gradients of a group of one shard twice"):
         check_fits_mesh(config, resolve_mesh(config.mesh, world_size=2))
+
+
+def test_a_divisor_with_a_reduction_in_fp16_over_one_shard_is_refused() -> None:
+    dense = replace(CONFIG.model, n_experts=0, experts_per_token=1)
+    config = replace(CONFIG, model=dense, mesh=MeshConfig(dp_replicate=2, dp_shard=1), precision="fp16-reduce")
+    check_fits_mesh(config, resolve_mesh(config.mesh, world_size=2))
+    divided = replace(config, gradient_divisor=4.0)
+    with pytest.raises(UsageError, match=r"gradient_divisor 4\.0 and mesh\.dp_shard 1"):
+        check_fits_mesh(divided, resolve_mesh(config.mesh, world_size=2))

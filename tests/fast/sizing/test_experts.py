@@ -99,9 +99,10 @@ def test_exchanged_rows_need_memory(checkpointing: str, groups: str) -> None:
         assert segment.peak_bytes - segment.end_bytes == copies * request.seq_len * 2 * 64 * 2
 
 
-def test_the_trainers_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["hsdp2x4-ep2", "dp2-tp2-ep2", "dp2-tp2"])
+def test_the_trainers_experts(mesh: str, tmp_path: Path) -> None:
     """Parameters and collectives are those of the trainer's model with experts, which RS-1, MP-4 and EP-4 judge."""
-    cell = Cell(mesh="hsdp2x4-ep2", model="experts")
+    cell = Cell(mesh=mesh, model="experts")
     config, model = cell.config, cell.config.model
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     sizes = {
@@ -132,6 +133,26 @@ def test_the_trainers_experts(tmp_path: Path) -> None:
         for (phase, _, kind, dtype), traffic in expected.items()
         if phase != "clip"  # a norm for each of w1 and w3, which are one tensor in a Decoder
     }
+
+
+def test_parts_of_experts_on_tensor_parallel_ranks() -> None:
+    """A rank has half of each of its experts, and copies of the router and of all rows, which it exchanges."""
+    whole, parts = small(mesh="dp4-ep2"), small(mesh="dp4-tp2-ep2")
+    copied = 4 * (64 * 8 + 2 * 64) + 64  # routers and norms
+    assert 2 * parts.state_bytes == whole.state_bytes + 3 * 4 * copied // 4
+    assert sent(parts, "forward", "all_to_all", "bfloat16") == sent(whole, "forward", "all_to_all", "bfloat16")
+    gradients = [row for row in parts.traffic if (row.phase, row.kind, row.group) == ("backward", "all_reduce", "tp")]
+    assert sum(row.input_bytes for row in gradients) == 2 * copied
+
+
+def test_routers_of_blocks_without_experts_are_not_reduced(tmp_path: Path) -> None:
+    file = tmp_path / "dense.yaml"
+    sizes = {name: int(size) for name, size in (override.split("=") for override in SIZES)}
+    experts = {"number": 8, "active": 2, "ffn_dim": 32, "dense_layers": [0, 2]}
+    file.write_text(json.dumps(sizes | {"experts": experts}))
+    predicted = prediction(Request(model=str(file), mesh="dp4-tp2-ep2", seq_len=128))
+    (norms_and_routers,) = sent(predicted, "backward", "all_reduce", "bfloat16")
+    assert norms_and_routers == ("tp", 2, 9 + 2, 2 * (9 * 64 + 2 * 64 * 8))
 
 
 # Models of Hugging Face
@@ -200,16 +221,35 @@ def test_kinds_of_checkpointing_that_the_trainer_runs() -> None:
         ({"mesh": "dp4-ep3"}, "ep3 does not divide 4 ranks"),
         ({"mesh": "dp16-ep16"}, "model.n_experts 8 is not divisible by mesh.ep 16"),
         ({"mesh": "dp4-ep2", "activation_checkpointing": "selective"}, "which torch 2.13 refuses"),
-        ({"mesh": "dp4-tp2-ep2"}, "tensor parallelism of experts is not modelled"),
         ({"mesh": "pp2-dp4-ep2", "accumulation": 2}, "experts"),
         ({"mesh": "dp8-ep2", "reshard": "2"}, "experts have other shards than the rest"),
-        ({"mesh": "dp8-cp2"}, "context parallelism (cp) is not modelled"),
+        ({"mesh": "dp8-cp2"}, "the trainer refuses mesh.cp with model.n_experts"),
     ],
 )
 def test_refused_requests(options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [f"--{name.replace('_', '-')}={value}" for name, value in ({"model": "llama3-8b"} | options).items()]
     assert main(["predict", *given, *(f"--set={override}" for override in [*SIZES, *EXPERTS])]) == 4
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experts.ffn_dim=33"], "model.ffn_dim 33 is not divisible by mesh.tp 2"),
+        (["experts.shared_ffn_dim=31"], "model.ffn_dim 31 is not divisible by mesh.tp 2"),
+    ],
+)
+def test_experts_that_tensor_parallelism_cannot_cut(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(*overrides, mesh="dp4-tp2-ep2")
+
+
+def test_biases_of_experts_have_no_part_for_each_rank(tmp_path: Path) -> None:
+    sizes = {name: int(size) for name, size in (override.split("=") for override in SIZES)}
+    file = tmp_path / "biased.yaml"
+    file.write_text(json.dumps(sizes | {"experts": {"number": 8, "active": 2, "ffn_dim": 32}, "biases": ["experts"]}))
+    with pytest.raises(ValueError, match="tensor parallelism of biases of experts is not modelled"):
+        prediction(Request(model=str(file), mesh="dp4-tp2-ep2"))
 
 
 def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
