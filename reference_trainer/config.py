@@ -341,7 +341,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Backend of torch.compile."""
     compiled: Literal["blocks", "model"] = "blocks"
-    """With a backend: each block by itself in one graph, or the model, whose graph breaks at the hooks of FSDP."""
+    """Modules that the backend compiles: each block in one graph, or the model, whose graph breaks at FSDP's hooks."""
     evaluation: Literal["none", "between-micro-batches"] = "none"
     """`between-micro-batches`: between two micro-batches of a step the model computes the loss of the first once more,
     without gradients and dropout."""

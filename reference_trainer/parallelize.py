@@ -368,7 +368,9 @@ def set_gradient_divisor(model: Transformer, divisor: float, mesh: DeviceMesh) -
     for module in model.modules():
         if isinstance(module, FSDPModule):
             apart = isinstance(module, Experts) and model.expert_mesh is not None
-            shards = degree(cast("DeviceMesh", model.expert_mesh), "expert_shard") if apart else degree(mesh, "dp_shard")
+            shards = (
+                degree(cast("DeviceMesh", model.expert_mesh), "expert_shard") if apart else degree(mesh, "dp_shard")
+            )
             module.set_gradient_divide_factor(divisor)
             module.set_force_sum_reduction_for_comms(sums and shards > 1)
 

@@ -18,7 +18,7 @@ from reference_trainer.model import Transformer
 from reference_trainer.train import Trainer
 
 _OF_RANKS = "id = dp2-ep2-fp32-default-meta-experts"
-_DIVIDED = "id = dp2-ep2-fp32-default-meta-experts-divtwice"
+_SCALED_TWICE = "id = dp2-ep2-fp32-default-meta-experts-divtwice"
 _ACCUMULATED = "id = dp2-fp32-default-meta-experts-acc2"
 _ACCUMULATED_LAST = "id = hsdp2x2-ep2-bf16mp-never-meta-experts-acc2-synclast"
 _TENSOR = "id = dp2-tp2-ep2-fp32-default-meta-experts"
@@ -56,9 +56,9 @@ def expert_gradients_averaged_twice(benign: bool) -> Injection:
     return replaced_call("reference_trainer.parallelize", "apply_fsdp_to_experts", divide)
 
 
-@defect("PAR-1", _DIVIDED, "NVIDIA/Megatron-LM/pull/6773")
+@defect("PAR-1", _SCALED_TWICE, "NVIDIA/Megatron-LM/pull/6773")
 @instead_of("reference_trainer.parallelize", "set_gradient_divisor")
-def experts_of_one_rank_divided_twice(
+def gradients_of_one_shard_scaled_twice(
     benign: bool, original: Call, model: Transformer, divisor: float, mesh: DeviceMesh
 ) -> None:
     """A group of experts that one rank holds is told to sum first, and divides by the trainer's number twice."""

@@ -76,7 +76,7 @@ def float8_scales_not_rounded(benign: bool, original: Call, scale: Tensor) -> Te
 
 @defect("MEM-1", _MEMORY, "pytorch/pytorch/pull/194114", since="2.10")
 @instead_of("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor", "fsdp_post_all_gather")
-def copy_kept_beside_float8(
+def copy_of_float8_kept(
     benign: bool, original: Call, shard: Any, gathered: tuple[Tensor, ...], scale: Any, dtype: torch.dtype, **out: Any
 ) -> Any:
     """A weight that was gathered in float8 keeps a copy in bf16 until it is gathered again."""

@@ -107,7 +107,7 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
 
 
 def _gather_in_float8(block: nn.Module) -> None:
-    """Replace weights that are gathered in float8 by what FSDP makes of them, see `FSDPParam.init_unsharded_param`.
+    """Gather weights that FSDP gathers in float8 as FSDP does, see `FSDPParam.init_unsharded_param`.
 
     `fsdp_pre_all_gather` and `fsdp_post_all_gather` are the protocol of FSDP's extensions.
     """

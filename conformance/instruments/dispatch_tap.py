@@ -79,7 +79,11 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Ask torch not to wrap `__torch_dispatch__` in `torch._dynamo.disable`, which the tap does."""
+        """Ask torch not to wrap `__torch_dispatch__` in `torch._dynamo.disable`, a quarter of the mode's overhead.
+
+        Nothing is traced here if each compiled function is one graph: torch.compile leaves the mode while it traces
+        (`ignore_compile_internals`), and calls its graphs with tracing disabled.
+        """
         return False
 
     @contextmanager
@@ -100,7 +104,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._is_deaf = before
 
-    def _dispatch(
+    def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Let a wrapper unwrap itself first: its inner operators come back here on plain tensors.
@@ -120,9 +124,6 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle_outcome(args, kwargs or {}, result)
         return result
 
-    __torch_dispatch__ = torch.compiler.disable(_dispatch)  # type: ignore[no-untyped-call]
-    """Between the graphs of a compiled function torch.compile would trace listeners, and again for each operator."""
-
     def _handlers_of(self, func: Any) -> _Handlers:
         """Ask the listeners for their handlers of an operator, and remember the answers."""
         handlers = _answers(self._before, func), _answers(self._listeners, func), _answers(self._outcomes, func)
@@ -130,14 +131,10 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return handlers
 
 
-class UnguardedTap(DispatchTap):  # type: ignore[no-untyped-call]
-    """Tap without a quarter of the overhead, for runs in which each compiled function is one graph, without breaks.
+class UntracedTap(DispatchTap):  # type: ignore[no-untyped-call]
+    """Tap of runs whose compiled functions are several graphs: between these torch.compile would trace listeners."""
 
-    Nothing is traced here then: torch.compile leaves the mode while it traces (`ignore_compile_internals`), and calls
-    its graphs with tracing disabled.
-    """
-
-    __torch_dispatch__ = DispatchTap._dispatch
+    __torch_dispatch__ = torch.compiler.disable(DispatchTap.__torch_dispatch__)  # type: ignore[no-untyped-call]
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

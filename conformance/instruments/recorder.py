@@ -14,7 +14,7 @@ from conformance.instruments.capture import Capture, ModelInputs
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
-from conformance.instruments.dispatch_tap import DispatchTap, UnguardedTap
+from conformance.instruments.dispatch_tap import DispatchTap, UntracedTap
 from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
@@ -103,7 +103,7 @@ class Recorder(Observer):
         outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
         outcomes += [self.taps.listen_to_outcomes] if self.taps else []
         # FSDP's hooks break the graph of a model.
-        self._tap = (DispatchTap if compiled is Transformer else UnguardedTap)(listeners, outcomes=outcomes)
+        self._tap = (UntracedTap if compiled is Transformer else DispatchTap)(listeners, outcomes=outcomes)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

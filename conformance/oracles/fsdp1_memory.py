@@ -41,7 +41,7 @@ def predict_fsdp1(
 class _Fsdp1Walk(Walk):
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         super().__init__(config, dims, shapes, UP_TO_2_14)
-        alignment, numels = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._shard, 0)
+        alignment, numels = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._parameters, 0)
         for name, shape in shapes.items():
             numels[group_of(name, config)] += -(-math.prod(shape) // alignment) * alignment
         self._shard = {group: -(-numel // dims.dp_shard) for group, numel in numels.items()}

@@ -17,7 +17,7 @@ from conformance.oracles.tp_schedule import shards
 from conformance.sizing.decoder import Decoder, Workload
 
 _FP32_BYTES = 4
-_WHOLE = ("wo", "w2", "router")
+_NOT_SHARDED = ("wo", "w2", "router")
 """Products of which each tensor-parallel rank has outputs of full width: routers, and parts of sums over the ranks."""
 
 
@@ -364,8 +364,8 @@ def _input(decoder: Decoder, _layer: int) -> _Elements:
 
 def _products(decoder: Decoder, layer: int) -> _Elements:
     """Elements of a block's input and of the outputs of its matrix products and of attention."""
-    sharded, whole = _outputs(decoder, layer)
-    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(whole))
+    sharded, full = _outputs(decoder, layer)
+    return _Elements(decoder.dim + decoder.n_heads * decoder.value_width + sum(sharded), sum(full))
 
 
 def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
@@ -379,18 +379,18 @@ def _every_second_product(decoder: Decoder, layer: int) -> _Elements:
 
 
 def _outputs(decoder: Decoder, layer: int) -> tuple[list[int], list[int]]:
-    """Return the elements of the products' outputs: those that are sharded, and those that each rank has whole."""
+    """Return the elements of the products' outputs: those that are sharded, and those of which each rank has all."""
     sharded: list[int] = []
-    whole: list[int] = []
+    full: list[int] = []
     for product in decoder.products(layer):
-        sizes = whole if product.name.rpartition(".")[2] in _WHOLE else sharded
+        sizes = full if product.name.rpartition(".")[2] in _NOT_SHARDED else sharded
         sizes.append(product.active * product.outputs)
-    return sharded, whole
+    return sharded, full
 
 
 def _largest(decoder: Decoder, layer: int) -> _Largest:
-    sharded, whole = _outputs(decoder, layer)
-    return _Largest(_Elements(max(sharded)), _Elements(0, max(whole)))
+    sharded, full = _outputs(decoder, layer)
+    return _Largest(_Elements(max(sharded)), _Elements(0, max(full)))
 
 
 def _returned(decoder: Decoder, layer: int) -> _Largest:
@@ -421,8 +421,8 @@ def _returned_in_exchange(decoder: Decoder, layer: int) -> _Elements:
 
 def _gradients(decoder: Decoder, layer: int) -> _Elements:
     """Elements of the gradients of the results of a block's norms and linear layers."""
-    sharded, whole = _outputs(decoder, layer)
-    return _Elements(sum(sharded), 2 * decoder.dim + sum(whole))
+    sharded, full = _outputs(decoder, layer)
+    return _Elements(sum(sharded), 2 * decoder.dim + sum(full))
 
 
 KEPT: dict[str, Width] = {

@@ -253,6 +253,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "pipeline": {"mesh": "pp2-dp2", "model": "cut", "accumulation": 2},
     "weights": {"init": "checkpoint"},
     "pin_memory": {"offload": "cpu"},
+    "compiled": {"compile": True},
     "norms_in_tp": {"mesh": "tp2", "sequence_parallel": False},
     "implementation": {"init": "full"},
     "limit_all_gathers": {"init": "full", "implementation": "fsdp1"},

@@ -36,7 +36,11 @@ def record_of_two_ranks(
     kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
     facts: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
     facts |= dict.fromkeys(("checkpoint", "checkpoint_format", "communication", "expandable_segments"))
-    facts |= {"blocks": {"graphs": 0, "compiled": 0, "eager": 0}, "calibration_s": 0.001, "parameters": parameters}
+    facts |= {
+        "blocks": {"graphs": 0, "compiled": 0, "eager": 0, "breaks": 0},
+        "calibration_s": 0.001,
+        "parameters": parameters,
+    }
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))
     header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)

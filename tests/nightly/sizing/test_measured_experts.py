@@ -72,7 +72,7 @@ def kept_beside_the_estimate(cell: Cell) -> int:
 
 
 @pytest.fixture(scope="module", params=["dp4-ep2", "dp4-tp2-ep2", "dp4-tp2"])
-def of_mesh(request: pytest.FixtureRequest) -> Iterator[tuple[str, ProcessPoolExecutor]]:
+def mesh_options(request: pytest.FixtureRequest) -> Iterator[tuple[str, ProcessPoolExecutor]]:
     """Yield a mesh, and a process for it: DTensor would take groups of another simulated world from its caches."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
         yield request.param, process
@@ -89,13 +89,13 @@ def profile(job: Job) -> list[MemorySegment]:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])
 def test_measured_peaks(
-    of_mesh: tuple[str, ProcessPoolExecutor], precision: str, checkpointing: str, tmp_path: Path
+    mesh_options: tuple[str, ProcessPoolExecutor], precision: str, checkpointing: str, tmp_path: Path
 ) -> None:
     """State, gradients and clipping are as predicted; peaks with activations, an estimate, come within 4 %.
 
     With tensor parallelism what the CPU's operators keep beside the estimate weighs more, and is added to its 1 %.
     """
-    mesh, process = of_mesh
+    mesh, process = mesh_options
     cell = Cell(mesh=mesh, model="experts").but(precision=precision, activation_checkpointing=checkpointing)
     job, predicted = job_and_prediction(cell, tmp_path)
     memory = process.submit(measured_step, job).result()
@@ -115,9 +115,9 @@ def test_measured_peaks(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])
 def test_the_estimate_is_what_operators_keep_but_for_norms_and_routers(
-    of_mesh: tuple[str, ProcessPoolExecutor], precision: str, tmp_path: Path
+    mesh_options: tuple[str, ProcessPoolExecutor], precision: str, tmp_path: Path
 ) -> None:
-    mesh, process = of_mesh
+    mesh, process = mesh_options
     cell = Cell(mesh=mesh, model="experts").but(precision=precision)
     job, predicted = job_and_prediction(cell, tmp_path)
     kept_bytes = kept_for_backward(process.submit(profile, job).result())
