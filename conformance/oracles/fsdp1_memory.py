@@ -91,3 +91,7 @@ class _Fsdp1Walk(Walk):
         self._free(f"U {_ROOT}")
         self._free("gradients of the root")
         self._reduce_vector(_ROOT)
+
+    def _padded(self, group: str) -> int:
+        """Elements of a group's unsharded parameters, with padding."""
+        return self._shard[group] * self._ranks[group]
