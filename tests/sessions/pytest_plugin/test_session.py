@@ -274,8 +274,8 @@ def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, worke
     sent_s: list[float] = []
 
     def interrupt(session: psutil.Process) -> bool:
-        """Send the signal twice after the first record, as `timeout` does, while another cell may be running."""
-        if not any(directory.glob("records/*/record.json")):
+        """Send the signal twice after the first case, as `timeout` does, while another cell may be running."""
+        if not (directory / "report.jsonl").exists():
             return False
         for _ in range(2):
             session.send_signal(number)
