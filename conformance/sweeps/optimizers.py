@@ -54,7 +54,8 @@ _VALUES: dict[str, dict[str, Any]] = {
     "step_sizes": {"step_sizes": (1e-6, 0.25)},  # the largest one is reached
     "history_size": {"history_size": 1},
     "max_eval": {"max_eval": 1},
-    # No rounding makes a gradient, a change, or the square of a gradient greater.
+    # No rounding makes a gradient, a change, or the square of a gradient's norm greater; the last one is minus the
+    # slope along LBFGS's first direction, which it compares with `tolerance_change` (`gtd` in torch/optim/lbfgs.py).
     "tolerance_grad": {"tolerance_grad": 2.0**10},
     "tolerance_change": {"tolerance_change": 2.0**20},
 }

@@ -18,6 +18,7 @@ CONFIG = TrainerConfig(compile="aot_eager", compiled="model")
         ),
         ({"mesh": MeshConfig(tp=2)}, "compiled model with mesh.tp 2"),
         ({"mesh": MeshConfig(pp=2), "accumulation": 2}, "compiled model with mesh.pp 2"),
+        ({"float8": "rowwise", "precision": "bf16-mp"}, "compiled model with float8 rowwise"),
         ({"precision": "bf16-mixed"}, "precision bf16-mixed with compile aot_eager"),
     ],
 )
