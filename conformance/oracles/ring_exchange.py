@@ -15,16 +15,17 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
 
-def ring_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+def ring_events(config: TrainerConfig, dims: ParallelDims, *, attended: int | None = None) -> list[Event]:
     """Return the collectives of a step, in their order.
 
-    Keys and values have as many heads as queries, of which a tensor-parallel rank has some.
+    Keys and values have as many heads as queries, of which a tensor-parallel rank has some. `attended` is the width of
+    all heads together, by default that of the trainer's model.
     """
     if dims.cp == 1:
         return []
     model, data, group = config.model, config.data, subgroup(dims.cp, dims)
     tokens = data.global_batch_size * data.seq_len // dims.dp // config.accumulation
-    numel = 2 * tokens * model.n_heads // dims.tp * model.head_dim
+    numel = 2 * tokens * (attended or model.dim) // dims.tp
     gather = Event("forward", "all_gather", group, numel, dtype_policy(config.precision).compute, is_of_ring=True)
     gather_again, evaluated = (replace(gather, phase=phase) for phase in ("backward", "evaluate"))
     gradients = Event("backward", "all_to_all", group, numel, FP32, is_of_ring=True)

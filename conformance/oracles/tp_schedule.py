@@ -130,8 +130,7 @@ class _Traffic:
         self._trained = {group_of(name, config) for name in trained(shapes, config)}
         """Groups of FSDP with parameters that train."""
         self._policy = dtype_policy(config.precision)
-        batch = config.data.global_batch_size // (dims.dp * config.accumulation)
-        self._tokens = batch * config.data.seq_len
+        self._tokens = config.data.global_batch_size * config.data.seq_len // (dims.dp * config.accumulation)
         self._activation = self._tokens * config.model.dim
 
     def run(self, micro_batch: int, *, layers: Sequence[int], first: bool, last: bool) -> None:

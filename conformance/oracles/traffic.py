@@ -79,12 +79,17 @@ def step_events(
         *_load_events(config, dims, full),
         *_fsdp_events(config, dims, numels, reduced_numels(shapes, config, shards=dims.dp_shard), pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank, shapes=full),
-        *ring_events(config, dims),
+        *ring_events(config, dims, attended=_attended(full)),
         *unscale_events(config, dims),
         *clip_events(pipeline.held_by(pp_rank, trained(shapes, config), config), config, dims),
         *_scale_events(config, dims, pp_rank),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
+
+
+def _attended(full: Shapes) -> int:
+    """Return the width of the output of attention, of all heads, which its last product multiplies."""
+    return next(shape[1] for name, shape in full.items() if name.endswith("attention.wo.weight"))
 
 
 def _fsdp_events(

@@ -14,6 +14,7 @@ from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import Group, entered, groups, present, shardings, spans_model
 from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
 from conformance.oracles.tp_schedule import shards
+from conformance.sizing import ring_memory
 from conformance.sizing.decoder import Decoder, Workload
 
 _FP32_BYTES = 4
@@ -57,7 +58,7 @@ class _Costs:
 def _costs(workload: Workload) -> _Costs:
     decoder, config, dims = workload.decoder, workload.config, workload.dims
     compute = _compute_bytes(workload)
-    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
+    tokens = config.data.global_batch_size * config.data.seq_len // (dims.dp * config.accumulation)
     gradients = _unpadded(workload)
     names = [name for name in entered(groups(config)) if name in gradients]
 
@@ -81,6 +82,10 @@ def _costs(workload: Workload) -> _Costs:
     experts = {".".join(name.split(".")[:2]): name for name in inner}
     exchanged, returned = (nbytes(width) for width in (_exchanged, _returned_in_exchange))
     saved, every = nbytes(KEPT[workload.checkpointing]), nbytes(KEPT["none"])
+    if dims.cp > 1:  # merged halves are laid out otherwise than the input of the next product, which is a copy
+        copies = nbytes(_output_of_attention)
+        every = {name: kept + copies[name] for name, kept in every.items()}
+        saved = every if workload.checkpointing == "none" else saved
     recomputed = {name: every[name] - saved[name] for name in names}
     working = nbytes(_largest, ends=decoder.dim)
     raised = logits if compute < _FP32_BYTES and workload.logits != "kept-fp32" else 0  # to fp32, before the logarithm
@@ -93,6 +98,16 @@ def _costs(workload: Workload) -> _Costs:
     for block in experts:
         working[block] = max(exchanged[block], exchanged[block] // 2 + working[block])
         results[block] = max(returned[block], results[block])
+    if dims.cp > 1:
+        attended = tokens * decoder.n_heads * decoder.head_width // dims.tp
+        forward, backward = (
+            attended * peak(dims.cp, itemsize_bytes=compute)
+            for peak in (ring_memory.forward_peak_bytes, ring_memory.backward_peak_bytes)
+        )
+        before, beside = nbytes(_before_attention), nbytes(_beside_attention_backward)
+        for block in filter(_is_block, names):
+            working[block] = max(working[block], before[block] - saved[block] + forward)
+            results[block] = max(results[block], beside[block] + backward)
     return _Costs(
         saved=saved | {"output": (1 + dims.tp) * hidden + loss},
         working=working,
@@ -356,6 +371,30 @@ def _everything(decoder: Decoder, layer: int) -> _Elements:
         return _Elements(norms + attention + 4 * decoder.ffn_dim, 2 * decoder.dim)
     hidden = 4 * (experts.active * experts.ffn_dim + experts.shared_ffn_dim)
     return _Elements(norms + attention + hidden, 2 * decoder.dim + experts.active * 2 * decoder.dim)
+
+
+def _after_attention(decoder: Decoder) -> _Elements:
+    """Elements of `_everything` that a block without experts saves once it has the output of attention."""
+    after = ("post_attention_norm", "post_ffn_norm")
+    norms = decoder.dim * (1 + sum(norm in after for norm in decoder.norms))
+    return _Elements(norms + 4 * decoder.ffn_dim, decoder.dim)
+
+
+def _output_of_attention(decoder: Decoder, _layer: int) -> _Elements:
+    return _Elements(decoder.n_heads * decoder.value_width)
+
+
+def _before_attention(decoder: Decoder, layer: int) -> _Elements:
+    """Elements of `_everything` that are there while attention computes its output."""
+    every, after = _everything(decoder, layer), _after_attention(decoder)
+    output = _output_of_attention(decoder, layer)
+    return _Elements(every.sharded - after.sharded - output.sharded, every.replicated - after.replicated)
+
+
+def _beside_attention_backward(decoder: Decoder, _layer: int) -> _Elements:
+    """Elements of the gradients of the block's input and of attention's output, less what backward has freed."""
+    after = _after_attention(decoder)  # and the copy of attention's output, as many elements as its gradient
+    return _Elements(decoder.dim - after.sharded, -after.replicated)
 
 
 def _input(decoder: Decoder, _layer: int) -> _Elements:

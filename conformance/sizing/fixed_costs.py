@@ -54,7 +54,7 @@ def fixed_costs(workload: Workload, shapes: Shapes, *, given: str | None) -> lis
         return [FixedCost("given", nbytes, nbytes, "all", "--fixed-costs")]
     roots_bytes = parameter_bytes(workload.config, workload.dims, shapes) if workload.config.offload == "none" else 0
     dims = workload.dims
-    groups = [*dims.mesh_shape().values(), *(dims.ep > 1) * [dims.dp_shard // dims.ep, dims.ep]]
+    groups = [*dims.mesh_shape().values(), *(dims.ep > 1) * [dims.dp_shard // dims.ep, dims.ep], dims.cp]
     meshes = sum(ranks > 1 for ranks in groups)
     communicators = _Report(meshes * _COMMUNICATOR.least_bytes, (meshes + 1) * _COMMUNICATOR.most_bytes, "")
     return [

@@ -65,13 +65,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of a file in `conformance/sizing/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
     mesh: str
-    """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4, dp64-ep8."""
+    """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4, dp64-ep8, dp64-cp8."""
     precision: str = "bf16-mp"
     reshard: str = "default"
     """A mode, a number of ranks, or a table of regular expressions as JSON."""
     seq_len: int = 8192
     batch: int = 1
-    """Samples of each data-parallel rank and micro-batch."""
+    """Samples of each data-parallel rank and micro-batch; with `cp` those that its ranks share."""
     accumulation: int = 1
     pipeline: str = "1f1b"
     """Schedule of a mesh with pp, one of `PIPELINES`."""
@@ -263,14 +263,22 @@ def _events(workload: Workload, stage: int) -> list[Event]:
 
 
 def _traffic(workload: Workload, stage: int) -> list[PhaseTraffic]:
-    """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
+    """Return collectives by phase, in the order of time; within a phase those of FSDP come first.
+
+    In a ring of attention each rank passes all of its input of an all-to-all on to the next rank.
+    """
     config, dims, rows = workload.config, workload.dims, []
+    events = _events(workload, stage)
     exchanges = exchange_events(config, dims, mixtures=len(routed_experts(workload.decoder.shapes())))
-    for (phase, group, kind, dtype), traffic in add_up([*_events(workload, stage), *exchanges]).items():
-        ranks = ranks_in(group, dims)
-        sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
-        name = "ep" if kind == "all_to_all" else group
-        rows.append(PhaseTraffic(phase, kind, name, ranks, dtype, traffic.count, traffic.nbytes, sent))
+    rings = [event for event in events if event.is_of_ring]
+    others = [event for event in events if not event.is_of_ring]
+    for dimension, collectives in ((None, others), ("ep", exchanges), ("cp", rings)):
+        for (phase, group, kind, dtype), traffic in add_up(collectives).items():
+            ranks = ranks_in(group, dims)
+            passes_on = dimension == "cp" and kind == "all_to_all"
+            sent = traffic.nbytes if passes_on else sent_bytes(kind, traffic.nbytes, ranks=ranks)
+            name = dimension or group
+            rows.append(PhaseTraffic(phase, kind, name, ranks, dtype, traffic.count, traffic.nbytes, sent))
     rows += _transfers(config, dims, stage) if dims.pp > 1 else []
     order = get_args(Phase)
     return sorted(rows, key=lambda row: order.index(row.phase))
@@ -299,9 +307,16 @@ def configuration(request: Request) -> Workload:
         if getattr(request, name) not in choices:
             raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
     mesh = Mesh.parse(request.mesh)
-    samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
+    samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard // mesh.cp
     fields = {
-        "mesh": MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp, ep=mesh.ep),
+        "mesh": MeshConfig(
+            pp=mesh.pp,
+            dp_replicate=mesh.dp_replicate,
+            dp_shard=mesh.dp_shard,
+            tp=mesh.tp,
+            ep=mesh.ep,
+            cp=mesh.cp,
+        ),
         "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
         "precision": request.precision,
         "reshard": _reshard(request.reshard),
@@ -358,11 +373,11 @@ def _require_no_rings(decoder: Decoder, request: Request, mesh: Mesh) -> None:
         f"mesh {request.mesh}: the trainer refuses mesh.cp with model.n_experts, so that no measurement could be "
         "compared with a prediction; use a mesh without cp",
     )
+    lacking = [name for name in ("latents", "sinks") if mesh.cp > 1 and getattr(decoder, name)]
     require(
-        mesh.cp == 1,
-        f"mesh {request.mesh}: context parallelism (cp) is not modelled for published models: what ring attention "
-        "holds of other ranks' keys and values has no formula here; use a mesh without cp, and the --seq-len of one "
-        "rank",
+        not lacking,
+        f"{request.model} with mesh {request.mesh}: context parallelism of {', '.join(lacking)} is not modelled; use a "
+        "mesh without cp",
     )
 
 

@@ -25,8 +25,13 @@ Written by `python -m conformance docs --write` from conformance/sizing.
 `conformance predict --model` takes a name, a .yaml, or a config.json of Hugging Face whose architecture is one of
 {architectures}; each has as many parameters as the class of transformers. Any other is refused, as are quantized
 weights that were never trained otherwise. Encoders of images, and layers that predict further tokens, are named as left
-out. With tensor parallelism a model with latent attention is refused, and so is context parallelism (cp): the memory of
-attention in a ring is measured for the trainer (MEM-1), and has no formula for published models.
+out. With tensor or context parallelism a model with latent attention is refused.
+
+## Attention in a ring
+
+With a mesh such as `dp64-cp8`, eight consecutive ranks share samples, and `--batch` is the number of samples that they
+share. Each has a chunk of either half of every sequence. torch's ring gathers the keys and values of all ranks at once,
+in forward and again in backward, and adds up in fp32: what it needs is counted for the rank that needs most.
 
 ## Experts
 

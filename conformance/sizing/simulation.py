@@ -79,6 +79,11 @@ def simulation(request: Request) -> Simulation:
         raise UsageError(
             f"mesh {request.mesh} cannot be simulated: stages would wait for each other; leave out --simulate"
         )
+    if dims.cp > 1:
+        raise UsageError(
+            f"mesh {request.mesh} cannot be simulated: where it looks for shapes of a ring, DTensor makes tensors of "
+            "all ranks' length, which would be counted if they are fake; leave out --simulate"
+        )
     if request.logits != "kept":
         raise UsageError(f"logits {request.logits} cannot be simulated: the trainer keeps them; leave out --simulate")
     _require_fakes()
@@ -156,7 +161,7 @@ def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
 
 def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
     """Return the memory that the model needs without FSDP, see `experiments.without_fsdp.segments_without_fsdp`."""
-    with simulated_world(dims.tp * dims.cp):
+    with simulated_world(dims.tp):
         with torch.device("meta"):
             model = Transformer(config.model)
         parallelize_without_fsdp(model, config, _CPU, tp=dims.tp)

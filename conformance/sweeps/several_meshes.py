@@ -1,7 +1,7 @@
 """Models whose parameters lie on several meshes: gradients, clipping, one step, and one checkpoint.
 
-Any two arrangements of `mesh_blocks` meet in a model, and all of them, on a cell with another seed than the default
-one; with the default seed there is one model of few arrangements.
+Any two arrangements of `mesh_blocks` meet in a model, and all of them, on a cell that trains with floating-point
+numbers; on one of whole numbers, a cheap one of `smoke`, there is one model of few arrangements.
 """
 
 import math
@@ -51,7 +51,6 @@ from conformance.sweeps.optimizers import (
     stepped,
 )
 from conformance.sweeps.trials import Swept, Trials, select_samples
-from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 
 ORDERS = (1.0, 2.0, 3.0, math.inf)
@@ -88,7 +87,7 @@ class _Sweep:
 
     def __init__(self, rank: RankWorld) -> None:
         self.trials, self.meshes = Trials(fsdp_mesh(rank.mesh)), WorldMeshes()
-        self.has_pairs = rank.config.seed != TrainerConfig().seed
+        self.has_pairs = rank.config.model.arithmetic == "float"
         few = [FEW] if rank.sweep_share < 1.0 else [FEW, SPMD]
         models = combinations_of_blocks() if self.has_pairs else few
         self.models = select_samples(models, name_of, restricted_to=rank.subjects)
