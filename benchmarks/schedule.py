@@ -317,7 +317,7 @@ def _runs(records: Path) -> Iterator[Run]:
         record = msgspec.json.decode(file.read_bytes(), type=RecordFile)
         header = record.header
         is_training = header.experiment == TRAINING and not header.repeat
-        ranks = 1 if header.alone or header.sampled else header.cell.world_size
+        ranks = header.cell.world_size if header.processes == "ranks" else 1
         kind = f"{header.cell.mesh} {sorted(header.cell.environment.items())}"
         name = header.cell.id if is_training else file.parent.name
         yield Run(name, ranks, record.run_s or 0.0, kind, is_simulated=header.substrate == "simulated")

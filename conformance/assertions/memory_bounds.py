@@ -114,16 +114,13 @@ def bounds_of_ranks(
     the device's operators, FSDP's copies need no temporaries but may have a table (`oracles.copy_tables`), and the
     optimizer is the one that torch chooses there: its temporaries have the size of all shards of a rank.
 
-    Raises Unsupported for a pipeline of a torch whose buffers are not modelled, for one shard that torch gathers, and
-    for rings with tensor parallelism.
+    Raises Unsupported for a pipeline of a torch whose buffers are not modelled, and for one shard that torch gathers.
     """
     stages, cp, traits = cell.config.mesh.pp, cell.config.mesh.cp, traits_of(str(torch.__version__))
     if traits.one_rank_gathers and cell.config.mesh.dp_shard == 1 and not in_flight:
         raise Unsupported(f"the memory model does not know that torch {torch.__version__} gathers on one rank")
-    if cp > 1 and cell.config.mesh.tp > 1:
-        raise Unsupported("the memory model measures activations of rings without tensor parallelism")
     if cp > 1:
-        (profiles,) = measure(profile_context_without_fsdp, cell, on_device=on_device)
+        profiles = measure(profile_context_without_fsdp, cell, on_device=on_device)
     elif stages == 1:
         profiles = measure(profile_without_fsdp, cell, on_device=on_device)
     elif traits.stages_pool_buffers:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from conformance.defects.catalogue import injected, subjects_of
 from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import compiled_on_device
-from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
+from conformance.run.experiment import Experiment, Job, Needs, Processes, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
 from conformance.run.ranks.process_groups import hold_process_groups
 from conformance.sim import device as simulated
@@ -41,13 +41,21 @@ from reference_trainer.precision import PRECISIONS
 from reference_trainer.train import Trainer
 from reference_trainer.weights import to_hf_name
 
-World = Literal["ranks", "simulated", "sampled", "none"]
+World = Literal["ranks", "simulated", "sampled", "none", "ring"]
 """World in which an experiment takes place.
 
 `ranks`: every rank of the cell, in one process group. `simulated`: one process, which is rank 0 of torch's fake process
 group of the cell's size. `sampled`: one process for each of the cell's ranks that `run.experiment.sampled_ranks`
 names, in a fake process group of its own. `none`: one process without a process group and without the
-session's defect, for values with which laws compare."""
+session's defect, for values with which laws compare. `ring`: one such process for each of the ranks that share
+samples."""
+_PROCESSES: Mapping[World, Processes] = {
+    "ranks": "ranks",
+    "simulated": "one",
+    "sampled": "sampled",
+    "none": "one",
+    "ring": "ring",
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def experiment(
     def declare(function: Callable[[RankWorld], Result]) -> Experiment[Result]:
         def perform(context: RankContext, job: Job) -> Result:
             with rank_world(context, job, world=world, process_group=process_group) as rank:
-                if VARIABLE not in os.environ or world == "none":  # such a process computes expected values
+                if VARIABLE not in os.environ or world in ("none", "ring"):  # such a process computes expected values
                     return function(rank)
                 with recording(Path(job.kept), rank.device):
                     return function(rank)
@@ -129,8 +137,7 @@ def experiment(
         return Experiment(
             name=f"{function.__module__}:{function.__name__}",
             needs=needs,
-            alone=world in ("simulated", "none"),
-            sampled=world == "sampled",
+            processes=_PROCESSES[world],
             takes_share=takes_share,
             result=get_type_hints(function)["return"],
             perform=perform,
@@ -151,7 +158,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
         job = msgspec.structs.replace(job, weights="safetensors", config=_from_safetensors(job.config))
     config = _with_weights(context, job, shared=world == "ranks")
     config = compiled_on_device(config) if context.device else config
-    if world == "none":
+    if world in ("none", "ring"):
         yield RankWorld(context, job, config, device_of(context))
         return
     with injected(job.defect):

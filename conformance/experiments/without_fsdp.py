@@ -52,13 +52,14 @@ def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
     return _profile_of_context_rank(rank, 0)
 
 
-@experiment(needs=Needs.NOTHING, world="none")
-def profile_context_without_fsdp(rank: RankWorld) -> list[list[MemorySegment]]:
-    """Profile the model as `profile_without_fsdp` does, once for each of the ranks that share samples.
+@experiment(needs=Needs.NOTHING, world="ring")
+def profile_context_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
+    """Profile the model as `profile_without_fsdp` does, on this one of the ranks that share samples.
 
-    In their turns of a ring they do not see equally many keys.
+    In their turns of a ring they do not see equally many keys. Each has a process: DTensor takes the process group of
+    an equal mesh from its cache, and tensor-parallel ranks of two worlds that one process simulates have equal meshes.
     """
-    return [_profile_of_context_rank(rank, own) for own in range(rank.dims.cp)]
+    return _profile_of_context_rank(rank, rank.rank)
 
 
 def _profile_of_context_rank(rank: RankWorld, cp_rank: int) -> list[MemorySegment]:
@@ -94,7 +95,8 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
             apply_float8(block, config.float8, device.type)
             _gather_in_float8(block)
     if tp > 1:
-        apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
+        among = ParallelDims(dp_replicate=1, dp_shard=config.mesh.cp, tp=tp)
+        apply_tp(model, build_mesh(among, device)["tp"], config)
     if config.model.n_experts and (tp > 1 or config.mesh.ep > 1):
         among = ParallelDims(dp_replicate=1, dp_shard=config.mesh.ep, tp=tp, ep=config.mesh.ep)
         mesh, expert_mesh = build_mesh(among, device), build_expert_mesh(among, device)

@@ -25,7 +25,7 @@ from conformance.run.experiment import (
     Result,
     job_of,
     json_like,
-    sampled_ranks,
+    number_of_processes,
 )
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
@@ -81,7 +81,7 @@ class CaseRuns:
         An experiment of a single process runs on the CPU, or with `on_device` on the device of the cell's ranks. An
         experiment runs at most once per session for each cell. Raises as `run` does.
         """
-        simulated = experiment.sampled or (experiment.alone and not on_device)
+        simulated = experiment.processes == "sampled" or (experiment.processes != "ranks" and not on_device)
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
         self._require_features(experiment.needs, cell, substrate)
         sweep_share = self.store.sweep_share if experiment.takes_share else 1.0
@@ -90,8 +90,7 @@ class CaseRuns:
             cell,
             substrate,
             experiment=experiment.name,
-            alone=experiment.alone,
-            sampled=experiment.sampled,
+            processes=experiment.processes,
             sweep_share=sweep_share,
         )
         self.records.add(self.store.directory_of(header).name)
@@ -158,7 +157,7 @@ class CaseRuns:
 
     def _on_ranks(self, header: Header, directory: Path, *, kept: Path, deadline_s: float) -> list[Any]:
         """Run a header's experiment; `directory` is for temporary files of the ranks, `kept` for files that stay."""
-        variant = " alone" * header.alone + " sampled" * header.sampled
+        variant = "" if header.processes == "ranks" else f" {header.processes}"
         task, environment = self._task(
             header.experiment,
             header.cell,
@@ -168,7 +167,8 @@ class CaseRuns:
             variant=variant,
             sweep_share=header.sweep_share,
         )
-        return self.store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
+        processes = number_of_processes(header.processes, header.cell.config, header.cell.world_size)
+        return self.store.pools.run(task, world_size=processes, deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
         """Run the cell that saves the state to resume, in separate processes; returns the duration in seconds."""
@@ -230,11 +230,3 @@ def to_failure(failed: RunFailed) -> Failure:
     )
     kind = "suite-error" if from_suite else failed.kind
     return Failure(kind=kind, first_rank=failed.first_rank, reason=failed.reason, details=failed.details())
-
-
-def _processes(header: Header) -> int:
-    """Return the number of processes that perform a header's experiment."""
-    cell = header.cell
-    if header.sampled:
-        return len(sampled_ranks(cell.config, cell.world_size))
-    return 1 if header.alone else cell.world_size

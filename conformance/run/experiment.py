@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -84,6 +84,20 @@ def sampled_ranks(config: TrainerConfig, world_size: int) -> list[int]:
     return sorted({0, world_size - config.mesh.tp})
 
 
+Processes = Literal["ranks", "one", "sampled", "ring"]
+"""Processes that perform an experiment.
+
+One for each of the cell's ranks; one alone, which may simulate the cell's world; one for each of its `sampled_ranks`,
+in a world that it simulates; one for each of the ranks of `mesh.cp`, which may simulate a world.
+"""
+
+
+def number_of_processes(processes: Processes, config: TrainerConfig, world_size: int) -> int:
+    """Return how many processes perform an experiment."""
+    numbers = {"ranks": world_size, "one": 1, "sampled": len(sampled_ranks(config, world_size)), "ring": config.mesh.cp}
+    return numbers[processes]
+
+
 @dataclass(frozen=True)
 class Experiment(Generic[Result]):
     """Function that ranks execute, with its needs of torch."""
@@ -91,10 +105,7 @@ class Experiment(Generic[Result]):
     name: str
     """`MODULE:FUNCTION`, as ranks import it."""
     needs: Needs
-    alone: bool
-    """True if one process performs the experiment; that process may simulate the cell's world."""
-    sampled: bool
-    """True if one process for each of the cell's `sampled_ranks` performs it, in a world that it simulates."""
+    processes: Processes
     takes_share: bool
     """True for a sweep that tries the share of its samples for which the profile has time."""
     result: Any

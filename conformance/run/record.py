@@ -15,7 +15,7 @@ from conformance.outcomes import Failure
 from conformance.plan.cells import Cell, compiled_on_device
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import device_type, kernel_type
-from conformance.run.experiment import TRAINING
+from conformance.run.experiment import TRAINING, Processes
 from conformance.run.shards import CapturedShards
 from reference_trainer.config import TrainerConfig
 
@@ -35,10 +35,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     defect: str | None
     experiment: str = TRAINING
     """`MODULE:FUNCTION` that ran on the ranks."""
-    alone: bool = False
-    """True if the experiment ran in one process."""
-    sampled: bool = False
-    """True if the experiment ran in a process for each of the cell's sampled ranks."""
+    processes: Processes = "ranks"
+    """Processes in which the experiment ran."""
     sweep_share: float = 1.0
     """Share of the samples that a sweep has tried, if it draws them."""
     trainer: str | None = None

@@ -17,6 +17,7 @@ from conformance.plan.substrates import REAL, Substrate
 from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
 from conformance.run.devices.hardware import device_type
+from conformance.run.experiment import Processes
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task, Template
 from conformance.run.ranks.messages import RankReport
@@ -257,11 +258,11 @@ class SubjectRuns:
         The cell is `of`, or else the one that names the run.
         """
         device = self._device(of or cell)
-        header = self._header(function, cell, substrate=_ALONE[device], defect=defect, alone=True)
+        header = self._header(function, cell, substrate=_ALONE[device], defect=defect, processes="one")
         return self._run(header, payload, world_size=1, kind=self.subject)
 
     def _header(
-        self, function: str, cell: Cell, *, substrate: Substrate, defect: str | None, alone: bool = False
+        self, function: str, cell: Cell, *, substrate: Substrate, defect: str | None, processes: Processes = "ranks"
     ) -> Header:
         return Header(
             cell=cell,
@@ -270,7 +271,7 @@ class SubjectRuns:
             substrate=substrate,
             defect=defect,
             experiment=f"{_TASKS}:{function}",
-            alone=alone,
+            processes=processes,
             trainer=self.subject,
         )
 
@@ -283,7 +284,7 @@ class SubjectRuns:
                 {**payload, "directory": str(directory)},
                 kind=kind,
                 accelerated=device_type(header.substrate) == "cuda",
-                template=None if header.alone else self._template(header.substrate),
+                template=None if header.processes == "one" else self._template(header.substrate),
             )
             try:
                 results = self._results(task, header, world_size=world_size)
@@ -322,7 +323,7 @@ class SubjectRuns:
             left_s = self.store.left_s(self.clock)
             return self.store.pools.run(task, world_size=world_size, deadline_s=left_s, env=environment)
 
-        if header.alone:
+        if header.processes == "one":
             return run(task)
         fresh = msgspec.structs.replace(task, kind=f"{task.kind} {self.store.directory_of(header).name}")
         if self._described.needs_fresh_processes or self.fresh_processes.is_needed:

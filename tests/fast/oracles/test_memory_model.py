@@ -274,7 +274,7 @@ def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> 
             return [empty_profile()]
         config, dims, shapes = sizes_of(cell)
         memories = []
-        for rank in range(1 if experiment.sampled else cell.world_size):
+        for rank in range(1 if experiment.processes == "sampled" else cell.world_size):
             shard_rank, segments = dims.shard_rank(rank), []
             predicted = predict(config, dims, shapes, empty_profile(), shard_rank=shard_rank, kernels=kernels)
             for phase, usage in predicted.items():
