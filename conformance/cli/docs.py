@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from tabulate import tabulate
 
-from conformance.cli import blind_spot_kinds, clients_table, kinds_document
+from conformance.cli import blind_spot_kinds, clients_table, features, kinds_document
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
@@ -125,7 +125,9 @@ def generated() -> dict[Path, str]:
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
         docs / "symptoms.md": symptoms_markdown(read_symptoms(), findings()),
-        docs / "torch_coverage.md": f"{markdown_document(read_kept())}\n{blind_spot_kinds.section(matrix)}",
+        docs / "torch_coverage.md": "\n".join(
+            [markdown_document(read_kept()), blind_spot_kinds.section(matrix), features.section(matrix)]
+        ),
         **_fidelity(),
         **_published(),
         kinds_document.DOCUMENT: kinds_document.as_markdown(),

@@ -104,10 +104,10 @@ def _costs(workload: Workload) -> _Costs:
             attended * peak(dims.cp, itemsize_bytes=compute)
             for peak in (ring_memory.forward_peak_bytes, ring_memory.backward_peak_bytes)
         )
-        before, beside = nbytes(_before_attention), nbytes(_beside_attention_backward)
+        attending, added = nbytes(_held_in_attention), nbytes(_added_in_attention_backward)
         for block in filter(_is_block, names):
-            working[block] = max(working[block], before[block] - saved[block] + forward)
-            results[block] = max(results[block], beside[block] + backward)
+            working[block] = max(working[block], attending[block] - saved[block] + forward)
+            results[block] = max(results[block], added[block] + backward)
     return _Costs(
         saved=saved | {"output": (1 + dims.tp) * hidden + loss},
         working=working,
@@ -384,15 +384,15 @@ def _output_of_attention(decoder: Decoder, _layer: int) -> _Elements:
     return _Elements(decoder.n_heads * decoder.value_width)
 
 
-def _before_attention(decoder: Decoder, layer: int) -> _Elements:
+def _held_in_attention(decoder: Decoder, layer: int) -> _Elements:
     """Elements of `_everything` that are there while attention computes its output."""
     every, after = _everything(decoder, layer), _after_attention(decoder)
     output = _output_of_attention(decoder, layer)
     return _Elements(every.sharded - after.sharded - output.sharded, every.replicated - after.replicated)
 
 
-def _beside_attention_backward(decoder: Decoder, _layer: int) -> _Elements:
-    """Elements of the gradients of the block's input and of attention's output, less what backward has freed."""
+def _added_in_attention_backward(decoder: Decoder, _layer: int) -> _Elements:
+    """Elements of the gradients of the block's input and of attention's output, less those that backward has freed."""
     after = _after_attention(decoder)  # and the copy of attention's output, as many elements as its gradient
     return _Elements(decoder.dim - after.sharded, -after.replicated)
 

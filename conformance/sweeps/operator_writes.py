@@ -130,7 +130,7 @@ _IN_PLACE_BY_ANOTHER: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 _ROUNDED = ("atan2_",)
-"""Operators whose vector kernels round otherwise than those of the elements that fill no vector, such as AVX2's."""
+"""Operators that round an element by another kernel where it fills no vector, as with AVX2."""
 
 _OF_ROWS: dict[str, Callable[..., Any]] = {
     "index_add_": _changed(lambda x, i, y: x.index_add_(0, i, y)),
