@@ -2,8 +2,8 @@
 
 Bytes are given for each element of the attention's output on a rank, whose queries, keys and values have as many. They
 are counted from `_templated_ring_attention` and its backward in
-torch/distributed/tensor/experimental/_context_parallel/_attention.py (torch 2.13, 2.14 and 2.15), which gather the keys
-and values of all ranks at once and add in fp32. Queries, keys, values, the output and its gradient are not counted.
+torch/distributed/tensor/experimental/_context_parallel/_attention.py of torch 2.13, which gather the keys and values of
+all ranks at once and add in fp32. Queries, keys, values, the output and its gradient are not counted.
 Ranks differ, since a causal mask leaves each one other halves of its chunks: the figures are those of the rank that
 needs most, the last one in forward and the first or the last one in backward.
 """
