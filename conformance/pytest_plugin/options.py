@@ -68,7 +68,7 @@ SESSION_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--deadline": {
         "metavar": "SECONDS",
-        "help": "time limit of the runs of one case (default: the profile's)",
+        "help": "time limit of the runs of one case (default: the profile's, longer on slower machines)",
     },
     "--isolate": {"action": "store_true", "help": "fresh processes for every run, instead of warm ones"},
     "--matrix": {"metavar": "FILE", "help": "matrix file (default: matrix.yaml of the project)"},

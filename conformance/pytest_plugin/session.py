@@ -219,11 +219,16 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Calibrate the machine before the first case, while no other process of the session computes."""
+        """Calibrate the machine before the first case, while no other process of the session computes.
+
+        The time limit of a case, unless it was given, is longer on a slower machine, whose ranks do not hang.
+        """
         nodeids = [item.nodeid for item in session.items]
         is_long = plan_of(nodeids, self._setup.cases, self._setup.matrix, seed=self._setup.seed) is not None
         if is_long and not session.config.option.collectonly and self._runs_cases(session.config):
             self._calibration_s = _calibration_s(self._setup)
+            if self._calibration_s and not session.config.option.deadline:
+                self._setup.store.lengthen(self._calibration_s / self._setup.matrix.calibration_s)
 
     # Verdicts.
 

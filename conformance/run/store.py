@@ -96,6 +96,10 @@ class RecordStore:
         shorter.deadline_s = min(self.deadline_s, limit_s)
         return shorter
 
+    def lengthen(self, slower: float) -> None:
+        """Lengthen the time limit on a machine that is so many times as slow as that of matrix.lock, if it is slower."""
+        self.deadline_s *= max(1.0, slower)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Open a context that only writes records: an OSError there raises Unwritable."""

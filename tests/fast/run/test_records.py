@@ -167,6 +167,13 @@ def test_a_record_that_cannot_be_written_is_told_with_its_directory(tmp_path: Pa
         store(tmp_path / "records").record(HEADER, remove, Clock())
 
 
+@pytest.mark.parametrize(("slower", "limit_s"), [(0.5, 60.0), (1.0, 60.0), (2.5, 150.0)])
+def test_a_slower_machine_has_more_time(tmp_path: Path, slower: float, limit_s: float) -> None:
+    session_store = store(tmp_path)
+    session_store.lengthen(slower)
+    assert session_store.deadline_s == limit_s
+
+
 def test_a_store_with_less_time_shares_the_read_records(tmp_path: Path) -> None:
     session_store = store(tmp_path)
     record = session_store.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
