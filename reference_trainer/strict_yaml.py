@@ -122,7 +122,7 @@ def parse_scalar(text: str) -> Scalar:
         node = None
     # Nothing may stand around the scalar: as a comment, the end of a value such as `runs/a #1` would be lost.
     if not isinstance(node, ScalarNode) or (text[: node.start_mark.index] + text[node.end_mark.index :]).strip():
-        raise UsageError(f"`{text}` is not one plain value: quote a string, and write a list or a table into the configuration file")
+        raise UsageError(f"`{text}` is not one plain value: quote a string, and put a list or a table into the file")
     try:
         value: Scalar = yaml.constructor.scalar(node)
     except MarkedYAMLError as error:

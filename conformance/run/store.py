@@ -97,7 +97,7 @@ class RecordStore:
         return shorter
 
     def lengthen(self, slower: float) -> None:
-        """Lengthen the time limit on a machine that is so many times as slow as that of matrix.lock, if it is slower."""
+        """Lengthen the time limit on a machine that is so many times slower than that of matrix.lock."""
         self.deadline_s *= max(1.0, slower)
 
     @contextmanager

@@ -183,7 +183,7 @@ def test_one_scalar(text: str, value: object) -> None:
     "text", ["[1]", "a: b", "- a", "a #b", "#b", "&a 1", "*a", "!!str 1", "---\na", "{", "@a", "\0"]
 )
 def test_what_is_not_one_scalar(text: str) -> None:
-    expected = f"`{text}` is not one plain value: quote a string, and write a list or a table into the configuration file"
+    expected = f"`{text}` is not one plain value: quote a string, and put a list or a table into the file"
     assert refusal(lambda: parse_scalar(text)) == expected
 
 
