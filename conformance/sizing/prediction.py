@@ -356,7 +356,7 @@ def _require_modelled(decoder: Decoder, request: Request, mesh: Mesh) -> None:
     lacking += ["biases of experts"] if "experts" in decoder.biases else []
     structure = f"{request.model} with mesh {request.mesh}: tensor parallelism of {', '.join(lacking)} is not modelled"
     require(mesh.tp == 1 or not lacking, f"{structure}; use a mesh without tp")
-    _require_no_rings(decoder, request, mesh)
+    _require_modelled_ring(decoder, request, mesh)
     if request.activation_checkpointing != "selective-op":
         return
     lacking = [name for name in ("experts", "biases") if getattr(decoder, name)]
@@ -367,7 +367,7 @@ def _require_modelled(decoder: Decoder, request: Request, mesh: Mesh) -> None:
     )
 
 
-def _require_no_rings(decoder: Decoder, request: Request, mesh: Mesh) -> None:
+def _require_modelled_ring(decoder: Decoder, request: Request, mesh: Mesh) -> None:
     require(
         mesh.cp == 1 or decoder.experts is None,
         f"mesh {request.mesh}: the trainer refuses mesh.cp with model.n_experts, so that no measurement could be "
