@@ -27,7 +27,7 @@ from reference_trainer.mesh import fsdp_mesh
 _FAILING = 1
 """Rank that fails."""
 _MEETING_S = 5.0
-"""Time in which the thread that writes beside the calling one must have begun."""
+"""Time in which the thread that fails must have begun."""
 
 
 class DiskFull(OSError):
@@ -40,25 +40,18 @@ class FailingFiles(FileSystem):
     def __init__(self, thread: str) -> None:
         self.calling = threading.current_thread()
         self._fails_in_caller = thread == "calling"
-        self._other_has_begun = threading.Event()
+        self._failing_has_begun = threading.Event()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a file; raises DiskFull in the thread that fails."""
         if mode == "wb":
-            if not self._fails_in_caller:
-                self._meet()
             if (threading.current_thread() is self.calling) == self._fails_in_caller:
+                self._failing_has_begun.set()
                 raise DiskFull("no space left")
+            self._failing_has_begun.wait(_MEETING_S)  # else this thread may take all files, and none fails
         with super().create_stream(path, mode) as stream:
             yield stream
-
-    def _meet(self) -> None:
-        """Let the calling thread take no file before the other one has one."""
-        if threading.current_thread() is self.calling:
-            self._other_has_begun.wait(_MEETING_S)
-        else:
-            self._other_has_begun.set()
 
 
 class FailingWriter(FileSystemWriter):
