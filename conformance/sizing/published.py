@@ -29,9 +29,8 @@ out. With tensor or context parallelism a model with latent attention is refused
 
 ## Attention in a ring
 
-With a mesh such as `dp64-cp8`, eight consecutive ranks share samples, and `--batch` is the number of samples that they
-share. Each has a chunk of either half of every sequence. torch's ring gathers the keys and values of all ranks at once,
-in forward and again in backward, and adds up in fp32: what it needs is counted for the rank that needs most.
+With `dp64-cp8`, eight consecutive ranks share `--batch` samples. torch's ring gathers the keys and values of all ranks
+at once, and adds up in fp32; the rank that needs most counts.
 
 ## Experts
 
