@@ -27,7 +27,7 @@ RESULTS_FILE = "results.msgpack"
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a record; equal headers mean interchangeable records."""
 
-    schema: Literal[2] = 2
+    schema: Literal[3] = 3
     cell: Cell
     session: str
     torch: str
