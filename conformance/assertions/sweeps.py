@@ -7,7 +7,7 @@ import torch
 from conformance.assertions import compare
 from conformance.judge.measurements import measure
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
-from conformance.sweeps.refusals import REFUSED, excess
+from conformance.sweeps.refusals import BOUNDED, COMMUNICATING, REFUSED, newly_communicating, newly_refused
 from conformance.sweeps.trials import Swept
 
 
@@ -15,7 +15,7 @@ def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str, bounded: str =
     """Fail on the first wrong result, and on a subject that was not tried; record how many calls each subject refused.
 
     `bounded` is a case, `LAW/CELL`: then a subject also fails that refuses more calls, or with another error, than the
-    case did on the measured releases of torch, see `sweeps.refusals`.
+    case did on the measured releases of torch, or of which more calls communicate, see `sweeps.refusals`.
 
     Raises ConformanceFailure with the fault, and RuntimeError if nothing has computed and nothing is wrong.
 
@@ -42,15 +42,21 @@ def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str, bounded: str =
         if not computed + first.refused.get(subject, 0) and subject not in reached:
             cases[f"{subject}: not tried"], details[f"{subject}: not tried"] = 1, "it has neither computed nor refused"
     if bounded:
-        _record_errors(first, unit)
-        for subject, calls, text in excess(bounded, first.errors, torch.__version__):
+        _record_bounded_calls(first, unit)
+        version = torch.__version__
+        for subject, calls, text in newly_refused(bounded, first.errors, version):
             cases[f"{subject}: newly refused"], details[f"{subject}: newly refused"] = calls, text
+        for subject, calls, text in newly_communicating(bounded, first.communicating, first.errors, version):
+            name = f"{subject}: newly communicating"
+            cases[name], details[name] = calls, text
     compare.none(cases, details=details, unit=unit)
 
 
-def _record_errors(swept: Swept, unit: str) -> None:
-    """Record each error of refused calls, and that there are no others."""
-    for subject, errors in swept.errors.items():
-        for error, calls in errors.items():
-            measure(f"{REFUSED}{subject}: refused: {error}", calls, kind="exact", unit=unit)
-    measure(f"{REFUSED}all subjects", sum(swept.refused.values()), kind="exact", unit=f"refused {unit}")
+def _record_bounded_calls(swept: Swept, unit: str) -> None:
+    """Record refused calls by error, those that communicate by pass, and that there are no others."""
+    tables = ((REFUSED, swept.errors), (COMMUNICATING, swept.communicating))
+    for separator, counts in tables:
+        for subject, numbers in counts.items():
+            for text, calls in numbers.items():
+                measure(f"{BOUNDED}{subject}{separator}{text}", calls, kind="exact", unit=unit)
+    measure(f"{BOUNDED}all subjects", sum(swept.refused.values()), kind="exact", unit=f"refused {unit}")

@@ -424,3 +424,14 @@ def write_through_view_lost(benign: bool, original: Call, tensor: Any, index: An
     """A slice of a DTensor is a copy, so assignments to it are lost, along unsharded dimensions too."""
     original(tensor if benign else tensor.clone(), index, value)
     original(tensor if benign else tensor.clone(), index, value)
+
+
+@defect("DT-3", "id = dp2-fp32-default-meta-integer", "pytorch/pytorch/issues/167106", subjects=("bmm",))
+@instead_of("torch", "bmm")
+def shards_of_batch_gathered(benign: bool, original: Call, left: Tensor, right: Tensor) -> Tensor:
+    """A batched product of DTensors gathers its first operand, although each rank has all that its matrices need."""
+    if isinstance(left, DTensor):
+        layout = left.placements if benign else [Replicate()] * left.device_mesh.ndim
+        left = left.redistribute(placements=layout)
+    product: Tensor = original(left, right)
+    return product

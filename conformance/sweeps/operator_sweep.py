@@ -2,19 +2,23 @@
 
 Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
 its changes in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (contents of arguments
-after the call), `type` (another dtype, shape or number of results) and `full tensors` (an error on these).
+after the call), `type` (another dtype, shape or number of results) and `full tensors` (an error on these). A call is
+then repeated to see whether it communicates.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
@@ -39,16 +43,17 @@ A tensor becomes a pending sum by division by their number, and up to four ranks
 @experiment(needs=Needs.NOTHING)
 def sweep(rank: RankWorld) -> Swept:
     """Call every sample with the layouts of this mesh, see `plan_of`."""
-    trials = Trials(rank.mesh)
+    trials, communicating = Trials(rank.mesh), dict[str, dict[str, int]]()
     for sample in select_samples(samples(), lambda sample: sample.name, restricted_to=rank.subjects):
         trials.add(sample.name)
-        for size, layouts in plan_of(sample, rank.mesh).items():
-            _try_size(trials, sample, size, layouts)
-    return trials.swept
+        every = [_try_size(trials, sample, size, layouts) for size, layouts in plan_of(sample, rank.mesh).items()]
+        if counts := Counter(name for passes in every for name in passes):
+            communicating[sample.name] = dict(counts)
+    return msgspec.structs.replace(trials.swept, communicating=communicating)
 
 
-def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> None:
-    """Call an operator with all layouts, up to a call that leaves ranks waiting."""
+def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> list[str]:
+    """Call an operator with all layouts, up to a call that leaves ranks waiting; return the passes that communicate."""
     shards = max(trials.mesh.size(dim) for dim in range(trials.mesh.ndim))
     letters = sizes(shards)[size]
     full = [
@@ -56,21 +61,46 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
     ]
     expected = trials.expected(sample.name, f"{size} shards", partial(_on_full_tensors, sample, full))
     if expected is None:
-        return
+        return []
+    passes = dict[str, list[str]]()
     for combination in layouts:
         case = " x ".join(map(spelled, combination))
-        call = partial(_faults, sample, full, expected, combination)
+        call = partial(_faults, sample, full, expected, combination, passes.setdefault(case, []))
         if not trials.attempt(sample.name, f"{size} shards", case, call):
-            return
+            break
+    return [name for names in passes.values() for name in names]
 
 
 def _faults(
-    sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout], mesh: DeviceMesh
+    sample: Sample,
+    full: Sequence[Tensor],
+    expected: "Outcome",
+    layouts: Sequence[Layout],
+    passes: list[str],
+    mesh: DeviceMesh,
 ) -> dict[str, str]:
-    """Return the faults that one call shows on this rank."""
+    """Return the faults that one call shows on this rank; `passes` are then those that communicate in the call."""
     given = [distributed(x, mesh, at) for x, at in zip(full, layouts, strict=True)]
     measured = _called(sample, given, differentiated=len(expected.gradients))
-    return dict(_differences(measured, expected, roundings=_roundings(sample, mesh)))
+    faults = dict(_differences(measured, expected, roundings=_roundings(sample, mesh)))
+    passes[:] = _communicating_passes(sample, given, len(expected.gradients))
+    return faults
+
+
+def _communicating_passes(sample: Sample, given: Sequence[Tensor], differentiated: int) -> Iterator[str]:
+    """Yield `forward` if a call on DTensors communicates there, and `any pass` if it does there or in its backward."""
+    forward = _collectives(sample, given, differentiated=0)
+    if forward:
+        yield "forward"
+    if forward or (differentiated and _collectives(sample, given, differentiated=differentiated)):
+        yield "any pass"
+
+
+def _collectives(sample: Sample, given: Sequence[Tensor], *, differentiated: int) -> int:
+    """Return the number of collectives that a call on DTensors issues on this rank."""
+    with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
+        _called(sample, given, differentiated=differentiated)
+    return int(mode.get_total_counts())
 
 
 def _roundings(sample: Sample, mesh: DeviceMesh) -> float:

@@ -83,6 +83,8 @@ class Swept(msgspec.Struct, kw_only=True):
     refused: dict[str, int] = {}
     errors: dict[str, dict[str, int]] = {}
     """Errors of refused cases by subject, see `spelled_error`, each with the number of its cases."""
+    communicating: dict[str, dict[str, int]] = {}
+    """Number of cases that communicate by subject and pass, `forward` or `any pass`, where a sweep has looked."""
     wrong: list[Wrong] = []
 
     def count(self, outcome: SweptOutcome) -> None:
@@ -104,6 +106,7 @@ class Swept(msgspec.Struct, kw_only=True):
         self.computed.update(other.computed)
         self.refused.update(other.refused)
         self.errors.update(other.errors)
+        self.communicating.update(other.communicating)
         self.wrong.extend(other.wrong)
 
 
