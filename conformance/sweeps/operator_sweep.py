@@ -2,8 +2,8 @@
 
 Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
 its changes in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (contents of arguments
-after the call), `type` (another dtype, shape or number of results) and `full tensors` (an error on these). A call is
-then repeated to see whether it communicates.
+after the call), `type` (another dtype, shape or number of results) and `full tensors` (an error on these). On two ranks
+a call is then repeated to see whether it communicates.
 """
 
 from collections import Counter
@@ -83,7 +83,8 @@ def _faults(
     given = [distributed(x, mesh, at) for x, at in zip(full, layouts, strict=True)]
     measured = _called(sample, given, differentiated=len(expected.gradients))
     faults = dict(_differences(measured, expected, roundings=_roundings(sample, mesh)))
-    passes[:] = _communicating_passes(sample, given, len(expected.gradients))
+    if mesh.size() == 2:  # the strategies of operators do not depend on the number of ranks, and calls are slower there
+        passes[:] = _communicating_passes(sample, given, len(expected.gradients))
     return faults
 
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
+from conformance.oracles.documented_optimizers import documented_steps
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, named
 from conformance.sweeps.drawing import share_on
@@ -30,6 +31,8 @@ from conformance.sweeps.trials import Ended, Swept, Trials, select_samples
 
 STEPS = 3
 """Number of steps that each sample takes: the second is the first with state, the third the first that was updated."""
+_PLAIN_STEPS = 8
+"""Number of steps on plain tensors alone: RAdam rectifies its sixth step first."""
 _REDUCING = ("Adafactor", "LBFGS", "Muon")
 """Optimizers in which an element of a parameter depends on other elements; tests prove that no other one is."""
 _LR = 0.125
@@ -152,6 +155,13 @@ class OptimizerSample:
         return _BOUND_OF_FP32_RATE if has_fp32 else _BOUND_OF_IMPLEMENTATIONS
 
     @property
+    def bound_of_algorithm(self) -> float:
+        """Bound on the relative deviation of fp64 parameters from those of the documented algorithm."""
+        if self.differentiable:
+            return _BOUND_OF_FP32_CORRECTION
+        return _BOUND_OF_FP32_RATE if self.make.__name__ == "NAdam" else self.bound_of_implementations
+
+    @property
     def bound(self) -> float:
         """Bound on the deviation of a parameter or state, relative to the largest expected number; 0 for bits.
 
@@ -244,14 +254,23 @@ add up to 3 r e, for a rate r of 0.45 or 1.3. The largest number is above 1.3 r 
 one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r - 0.8 (with a decay of a quarter of
 2.5 r - 0.5). And 3 e / 1.3 is below 2**-4.
 """
-_BOUND_OF_IMPLEMENTATIONS = 2.0**-37
+_BOUND_OF_IMPLEMENTATIONS = 2.0**-36
 """Bound on the relative deviation of fp64 numbers between two implementations of an optimizer.
 
-In each of three steps at most 2**4 operators round, by 2**-53 each; none enlarges an error by more than 2**10, as
+In each of eight steps at most 2**4 operators round, by 2**-53 each; none enlarges an error by more than 2**10, as
 differences between 1 and the powers of a smoothing constant of 0.999 do.
 """
-_BOUND_OF_FP32_RATE = 2.0**-22
-"""Bound where rates are tensors of fp32: each of three steps is at most a quarter, and rounds five times in fp32."""
+_BOUND_OF_FP32_RATE = 2.0**-20
+"""Bound where rates are tensors of fp32: each of eight steps is at most a quarter, and rounds five times in fp32.
+
+NAdam keeps the product of its coefficients in fp32 in any case.
+"""
+_BOUND_OF_FP32_CORRECTION = 2.0**-16
+"""Bound where counters of steps are tensors of fp32 in the arithmetic, as autograd needs them.
+
+1 - 0.999**t is t 2**-10 and rounds by 2**-24: 2**-14 / t of it, halved by the root, in steps of at most an eighth. The
+sum of 1 / t over eight steps is below 4.
+"""
 _STOPS = ("tolerance_grad", "tolerance_change")
 """Options that keep an optimizer from taking a step."""
 _SIZES_OF_SPARSE = (4, 2, 2)
@@ -499,21 +518,46 @@ def _faults(
 
 
 def _plain_faults(sample: OptimizerSample, numbers: Numbers, _mesh: DeviceMesh) -> dict[str, str]:
-    """Return the faults of steps on plain tensors in fp64: none is taken, or the for-loop's leave other numbers.
+    """Return the faults of steps on plain tensors in fp64: none is taken, or they leave other numbers than documented.
 
-    What an optimizer gets wrong on all tensors no comparison of DTensors with plain ones shows.
+    What an optimizer gets wrong on all tensors no comparison of DTensors with plain ones shows. State is compared with
+    that of the for-loop.
     """
-    wide = Numbers(_in_fp64(numbers.parameters), [_in_fp64(each) for each in numbers.gradients])
+    gradients = islice(cycle(numbers.gradients), _PLAIN_STEPS)
+    wide = Numbers(_in_fp64(numbers.parameters), [_in_fp64(each) for each in gradients])
     measured = stepped(sample, wide)
     kept = [index for index, p in enumerate(wide.parameters) if torch.equal(p, measured[f"parameter {index}"])]
     if kept != [index for index, _ in enumerate(wide.parameters) if sample.options.keys() & {*_STOPS}]:
         return {"step": f"{len(wide.parameters)} parameters, of which no step has changed {kept}"}
+    if faults := _undocumented(sample, wide, measured):
+        return faults
     if not sample.options.keys() & {*_IMPLEMENTATIONS}:
         return {}
     options = {name: value for name, value in sample.options.items() if name not in (*_IMPLEMENTATIONS, "capturable")}
     loop = replace(sample, options={**options, "foreach": False})
     layouts = [None] * len(wide.parameters)
     return state_faults(measured, stepped(loop, wide), layouts, sample.bound_of_implementations)
+
+
+def _undocumented(sample: OptimizerSample, numbers: Numbers, measured: State) -> dict[str, str]:
+    """Return how parameters differ from those of the documented algorithm, where there is one."""
+    options = {name: _number(value) for name, value in sample.options.items()}
+    for index, p in enumerate(numbers.parameters):
+        gradients = [gradient[index].numpy() for gradient in numbers.gradients]
+        expected = documented_steps(sample.make.__name__, p.numpy(), gradients, options)
+        if expected is None:
+            break
+        name = f"parameter {index}"
+        if text := difference(measured[name], torch.from_numpy(expected), bound=sample.bound_of_algorithm):
+            return {"algorithm": f"{name}: {text}"}
+    return {}
+
+
+def _number(value: Any) -> Any:
+    """Return an option with numbers in place of tensors."""
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _in_fp64(tensors: Sequence[Tensor]) -> list[Tensor]:

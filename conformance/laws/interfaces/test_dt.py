@@ -58,7 +58,7 @@ def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None
     every layout, for even and uneven shards, or refuse on all ranks.
 
     An operator may refuse no call that a release of torch has computed before, and none with another error than was
-    measured; and communicate in no call that a release has computed from each rank's own shards.
+    measured; and on two ranks communicate in no call that a release has computed from each rank's own shards.
     """
     require_no_wrong_result(measure(sweep, cell), unit="layouts", bounded=f"DT-3/{cell.id}")
 

@@ -81,10 +81,11 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
 def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:
     """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors of every layout the
     parameters and the state that it leaves on full plain tensors after several steps, or refuse on all ranks; on plain
-    tensors each implementation MUST change every parameter, and leave the numbers of the for-loop.
+    tensors each implementation MUST change every parameter as its documented algorithm does, and leave the state of the
+    for-loop.
 
-    In every bit where an element depends on no other, else within a derived bound, as between implementations.
-    Refusals are bounded as in DT-3.
+    In every bit where an element depends on no other, else within a derived bound, as between implementations and
+    against the algorithm, which is computed without torch (not for LBFGS and Muon). Refusals are bounded as in DT-3.
     """
     require_no_wrong_result(measure(sweep, cell), unit="layouts", bounded=f"OPT-3/{cell.id}")
 
