@@ -184,5 +184,5 @@ def no_parameter_stepped(
 @defect("OPT-3", "id = dp2-tp2-fp32-default-meta-nosp", "pytorch/pytorch/pull/92551", subjects=("RAdam",))
 @instead_of("torch.optim.radam", "radam")
 def epsilon_left_out(benign: bool, original: Call, *lists: Any, eps: float, **options: Any) -> None:
-    """RAdam divides by the root of the second moment without eps, for sharded and plain tensors alike."""
+    """RAdam divides by the root of the second moment without eps, sharded or plain."""
     original(*lists, eps=eps if benign else 0.0, **options)

@@ -227,9 +227,9 @@ def _asgd(
     lambd: float = 1e-4,
     alpha: float = 0.75,
     weight_decay: float = 0.0,
-    **_of_average: Any,
+    t0: float = 1e6,
 ) -> Array:
-    """Step without the average, which is no parameter: a rate that falls by a power, and decay by `lambd`."""
+    """Step at a rate that falls by a power, with decay by `lambd`; `t0` is for the average, which is no parameter."""
     for t, gradient in enumerate(gradients):
         rate = lr / (1 + lambd * lr * t) ** alpha
         p = p * (1 - lambd * rate) - rate * (gradient + weight_decay * p)
@@ -263,6 +263,40 @@ def _adafactor(
     return p
 
 
+def _muon(
+    p: Array,
+    gradients: Sequence[Array],
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+) -> Array:
+    """Step by a matrix that is nearly orthogonal, which torch computes in bf16."""
+    buffer = np.zeros_like(p)
+    rows, columns = p.shape
+    adjusted = 0.2 * max(rows, columns) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+    for g in gradients:
+        buffer = momentum * buffer + g
+        direction = g + momentum * buffer if nesterov else buffer
+        p = p * (1 - lr * weight_decay) - lr * adjusted * _newton_schulz(direction, ns_coefficients, ns_steps, eps)
+    return p
+
+
+def _newton_schulz(matrix: Array, coefficients: tuple[float, float, float], steps: int, eps: float) -> Array:
+    """Return a matrix whose singular values the odd polynomial has moved towards 1, so many times."""
+    a, b, c = coefficients
+    x = matrix / max(float(np.linalg.norm(matrix)), eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
 def _decayed(p: Array, gradient: Array, decoupled: float, coupled: float, *, is_decoupled: bool) -> tuple[Array, Array]:
     """Return parameter and gradient after weight decay: of the parameter by itself, or by the gradient."""
     return (p - decoupled * p, gradient) if is_decoupled else (p, gradient + coupled * p)
@@ -284,6 +318,7 @@ _ALGORITHMS: dict[str, Callable[..., Array]] = {
     "Adam": _adam,
     "AdamW": _adamw,
     "Adamax": _adamax,
+    "Muon": _muon,
     "NAdam": _nadam,
     "RAdam": _radam,
     "RMSprop": _rmsprop,

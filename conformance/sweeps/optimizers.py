@@ -157,6 +157,8 @@ class OptimizerSample:
     @property
     def bound_of_algorithm(self) -> float:
         """Bound on the relative deviation of fp64 parameters from those of the documented algorithm."""
+        if self.is_muon:
+            return _BOUND_OF_BF16_MATRIX
         if self.differentiable:
             return _BOUND_OF_FP32_CORRECTION
         return _BOUND_OF_FP32_RATE if self.make.__name__ == "NAdam" else self.bound_of_implementations
@@ -270,6 +272,14 @@ _BOUND_OF_FP32_CORRECTION = 2.0**-16
 
 1 - 0.999**t is t 2**-10 and rounds by 2**-24: 2**-14 / t of it, halved by the root, in steps of at most an eighth. The
 sum of 1 / t over eight steps is below 4.
+"""
+_BOUND_OF_BF16_MATRIX = 2.0**-4
+"""Bound on the relative deviation of Muon's parameters from the algorithm without rounding.
+
+A step of rate r adds r (a s + b s**3 + c s**5), of terms 2.4, -1.7 and 0.4 as in `BOUND_OF_REPLICAS`. Rounding s to
+bf16, by 2**-9, changes the terms by once, three and five times that; each is rounded twice more, and their sum once: in
+all 2**-9 (2.4 + 5.1 + 1.8 + 2 * 4.5 + 1.1), below 2**-4.7. All steps of 1.1 r have one direction, so that their sum
+errs by 2**-4.8 of itself; the initial number takes at most a third from it, for a rate of 0.4.
 """
 _STOPS = ("tolerance_grad", "tolerance_change")
 """Options that keep an optimizer from taking a step."""

@@ -85,7 +85,7 @@ def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell:
     for-loop.
 
     In every bit where an element depends on no other, else within a derived bound, as between implementations and
-    against the algorithm, which is computed without torch (not for LBFGS and Muon). Refusals are bounded as in DT-3.
+    against the algorithm, which is computed without torch (not for LBFGS). Refusals are bounded as in DT-3.
     """
     require_no_wrong_result(measure(sweep, cell), unit="layouts", bounded=f"OPT-3/{cell.id}")
 
