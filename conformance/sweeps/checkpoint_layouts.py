@@ -107,7 +107,8 @@ def sweep(rank: RankWorld) -> Swept:
     for source in places:
         if rank.subjects and source.name not in rank.subjects:
             continue
-        if trials.attempt(source.name, "saving", source.name, partial(shelf.save, source), may_refuse=False):
+        end = trials.attempt(source.name, "saving", source.name, partial(shelf.save, source), may_refuse=False)
+        if end is not None:
             for target in random.sample(places, LOADS[rank.size]):
                 load = partial(shelf.load, source, target)
                 trials.attempt(source.name, f"loading {target.name}", "2 times", load, may_refuse=False)

@@ -25,8 +25,10 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import Layout, difference, distributed, spelled, varied, without_pending
 from conformance.sweeps.operator_samples import Argument, Sample, Size, sizes
 from conformance.sweeps.operator_table import samples
-from conformance.sweeps.trials import Swept, Trials, select_samples
+from conformance.sweeps.trials import End, Swept, Trials, select_samples
 
+FORWARD, ANY_PASS = "forward", "any pass"
+"""Passes in which calls communicate; the latter is forward or its backward."""
 _ROUNDINGS = 2.0**14
 """Roundings of fp64 that results may differ by, relative to the largest expected number.
 
@@ -66,8 +68,11 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
     for combination in layouts:
         case = " x ".join(map(spelled, combination))
         call = partial(_faults, sample, full, expected, combination, passes.setdefault(case, []))
-        if not trials.attempt(sample.name, f"{size} shards", case, call):
+        end = trials.attempt(sample.name, f"{size} shards", case, call)
+        if end is None:
             break
+        if end is End.WRONG:  # a release that mends the call may communicate
+            passes[case] = [FORWARD, ANY_PASS]
     return [name for names in passes.values() for name in names]
 
 
@@ -89,12 +94,12 @@ def _faults(
 
 
 def _communicating_passes(sample: Sample, given: Sequence[Tensor], differentiated: int) -> Iterator[str]:
-    """Yield `forward` if a call on DTensors communicates there, and `any pass` if it does there or in its backward."""
+    """Yield the passes in which a call on DTensors communicates."""
     forward = _collectives(sample, given, differentiated=0)
     if forward:
-        yield "forward"
+        yield FORWARD
     if forward or (differentiated and _collectives(sample, given, differentiated=differentiated)):
-        yield "any pass"
+        yield ANY_PASS
 
 
 def _collectives(sample: Sample, given: Sequence[Tensor], *, differentiated: int) -> int:

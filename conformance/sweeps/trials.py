@@ -174,11 +174,11 @@ class Trials:
         self._swept.computed.setdefault(subject, 0)
         self._swept.refused.setdefault(subject, 0)
 
-    def attempt(self, subject: str, kind: str, case: str, call: Call, *, may_refuse: bool = True) -> bool:
-        """Try a case, unless an earlier one of its kind left ranks waiting; return True if all ranks ended equally."""
+    def attempt(self, subject: str, kind: str, case: str, call: Call, *, may_refuse: bool = True) -> End | None:
+        """Try a case and return its end; None if ranks do not agree, or left others waiting in a case of its kind."""
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
-            return False
+            return None
         ended = self.ended(call).judged(may_refuse=may_refuse)
         self._swept.count(ended.outcome)
         if ended.end is End.ERROR:
@@ -186,10 +186,10 @@ class Trials:
             assert ended.error is not None
             errors, text = self._swept.errors.setdefault(subject, {}), spelled_error(ended.error)
             errors[text] = errors.get(text, 0) + 1
-            return True
+            return ended.end
         self._swept.computed[subject] += ended.end is not None
         self._note(subject, kind, case, ended.faults)
-        return ended.end is not None
+        return ended.end
 
     def expected(self, subject: str, kind: str, call: Callable[[], Expected]) -> Expected | None:
         """Return the result of a call on full plain tensors; None, counted as wrong, if it raises.
