@@ -5,6 +5,7 @@ names the paper (https://doi.org/10.1137/0330046) and the meaning of its paramet
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,20 @@ _OF_IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable", "maxim
 def documented_steps(
     optimizer: str, parameter: Array, gradients: Sequence[Array], options: Mapping[str, Any]
 ) -> Array | None:
-    """Return a parameter, of any shape in fp64, after a step with each gradient; None without an algorithm here.
+    """Return a parameter, of any shape in fp64, after a step with each gradient.
 
-    Raises TypeError if the algorithm lacks one of the options.
+    None if there is no algorithm here of the optimizer, or of an option, which a later torch may add.
     """
     algorithm = _ALGORITHMS.get(optimizer)
-    if algorithm is None:
-        return None
     sign = -1.0 if options.get("maximize") else 1.0
     own = {name: value for name, value in options.items() if name not in _OF_IMPLEMENTATION}
+    if algorithm is None or not own.keys() <= _options(algorithm):
+        return None
     return algorithm(parameter, [sign * gradient for gradient in gradients], **own)
+
+
+def _options(algorithm: Callable[..., Array]) -> set[str]:
+    return {name for name, each in signature(algorithm).parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
 
 
 def _sgd(
@@ -71,8 +76,18 @@ def _adam(
     return p
 
 
-def _adamw(p: Array, gradients: Sequence[Array], *, weight_decay: float = 1e-2, **options: Any) -> Array:
-    return _adam(p, gradients, weight_decay=weight_decay, decoupled_weight_decay=True, **options)
+def _adamw(
+    p: Array,
+    gradients: Sequence[Array],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    amsgrad: bool = False,
+) -> Array:
+    options: dict[str, Any] = {"weight_decay": weight_decay, "amsgrad": amsgrad, "decoupled_weight_decay": True}
+    return _adam(p, gradients, lr=lr, betas=betas, eps=eps, **options)
 
 
 def _adamax(

@@ -4,11 +4,13 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from conformance.oracles.documented_optimizers import documented_steps
 from conformance.outcomes import SweptOutcome
 from conformance.sweeps.drawing import share_of
 from conformance.sweeps.operator_samples import Size, sample, sizes
@@ -23,6 +25,7 @@ from conformance.sweeps.optimizers import (
     optimizer_samples,
     optimizers,
 )
+from conformance.sweeps.optimizers import _number as numbers_only
 from conformance.sweeps.optimizers import stepped as on_plain_tensors
 from conformance.sweeps.trials import Trials, select_samples
 from tests.support.one_rank import world_of_one_rank
@@ -64,6 +67,15 @@ def test_a_sample_that_full_tensors_refuse_is_wrong() -> None:
 
 
 # Optimizers
+
+
+def test_each_optimizer_but_lbfgs_is_compared_with_its_documented_algorithm_and_each_option() -> None:
+    square, without = np.ones((2, 2)), set()
+    for each in optimizer_samples():
+        options = {name: numbers_only(value) for name, value in each.options.items()}
+        if documented_steps(each.make.__name__, square, [square], options) is None:
+            without.add(each.make.__name__)
+    assert without == {"LBFGS"}
 
 
 USUAL = [sample for sample in optimizer_samples() if sample.is_usual]
