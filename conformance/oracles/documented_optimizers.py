@@ -1,7 +1,8 @@
 """Steps of optimizers by the algorithms of their documentation, in numpy: an oracle that shares no code with torch.
 
 https://docs.pytorch.org/docs/stable/optim.html#algorithms has the algorithm of each but ASGD, whose documentation
-names the paper (https://doi.org/10.1137/0330046) and the meaning of its parameters. Defaults are the documented ones.
+names a paper (https://doi.org/10.1137/0330046) and its parameters: its rule here is that of torch's releases, so that
+only a change of it is seen. Defaults are the documented ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
