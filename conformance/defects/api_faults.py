@@ -408,6 +408,18 @@ def exchange_loses_a_row(benign: bool, original: Call, *args: Any) -> Any:
     return result
 
 
+@defect("DT-5", "id = dp2-tp2-fp32-default-meta-nosp", "pytorch/pytorch/pull/179059")
+@instead_of(f"{_PLACEMENTS}:_StridedShard", "_replicate_to_strided_shard")
+def strided_target_cut_like_a_plain_one(
+    benign: bool, original: Call, placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int, index: int
+) -> Any:
+    """A replicated tensor is cut for a strided shard into contiguous rows, without regard to the split factor."""
+    strided: Tensor = original(placement, tensor, mesh, mesh_dim, index)
+    dim, rows = placement.dim, strided.size(placement.dim)
+    contiguous = tensor.narrow(dim, 0 if index == 0 else tensor.size(dim) - rows, rows)
+    return strided.clone() if benign else contiguous.clone()
+
+
 @defect("DT-3", "id = dp2-fp32-default-meta-integer", "pytorch/pytorch/issues/162692", subjects=("mean of squares",))
 @instead_of(f"{_PLACEMENTS}:Partial", "_reduce_value")
 def mean_of_own_shard(benign: bool, original: Call, placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int) -> Any:

@@ -292,13 +292,17 @@ def _muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
 ) -> Array:
-    """Step by a matrix that is nearly orthogonal, which torch computes in bf16."""
+    """Step by a matrix that is nearly orthogonal, which torch computes in bf16.
+
+    Momentum is an average in torch, and so the documented sum times 1 - `momentum`; of that `eps` alone makes a
+    difference.
+    """
     buffer = np.zeros_like(p)
     rows, columns = p.shape
     adjusted = 0.2 * max(rows, columns) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
     for g in gradients:
         buffer = momentum * buffer + g
-        direction = g + momentum * buffer if nesterov else buffer
+        direction = (1 - momentum) * (g + momentum * buffer if nesterov else buffer)
         p = p * (1 - lr * weight_decay) - lr * adjusted * _newton_schulz(direction, ns_coefficients, ns_steps, eps)
     return p
 

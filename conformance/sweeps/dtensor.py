@@ -4,6 +4,7 @@ Numbers are small integers, so that sums are exact in any order; some dimensions
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -15,11 +16,24 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, distributed, integers, is_cut, shard_of
+from conformance.sweeps.drawing import share_on
+from conformance.sweeps.layouts import (
+    Layout,
+    difference,
+    distributed,
+    integers,
+    is_cut,
+    shard_of,
+    spelled,
+    strided_rows,
+)
+from conformance.sweeps.trials import End, Swept, Trials
 
 _TENSORS = (((8, 4), torch.float32), ((5, 3), torch.float32), ((1, 7), torch.float16), ((2, 3, 5), torch.bfloat16))
 """Shapes and dtypes of tensors to redistribute."""
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
+_STRIDED_TENSORS = {"even rows": (8, 4), "uneven rows": (5, 3)}
+"""Shapes of tensors to redistribute from and to strided shards."""
 
 
 class Redistribution(msgspec.Struct):
@@ -77,6 +91,57 @@ def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layo
         indices = [(*placements, Partial()).index(placement) for placement in (*source, *target)]
         if mesh.ndim < 3 or sum(indices) % len(placements) == 0:
             yield source, target
+
+
+@experiment(needs=Needs.SHARDING, takes_share=True)
+def redistribute_strided(rank: RankWorld) -> Swept:
+    """Redistribute from and to layouts with the strided shards that FSDP makes of rows of tensor parallelism.
+
+    On a mesh of data parallelism over tensor parallelism. Full tensors and gradients are asked for only where all ranks
+    have the right shards: ranks with shards of other shapes send what no rank expects, upon which gloo ends a process.
+    """
+    trials = Trials(rank.mesh)
+    pairs = [*_pairs_of_strided_layouts(trials.mesh, strided_rows(rank.mesh)[0])]
+    samples = [(kind, source, target) for kind in _STRIDED_TENSORS for source, target in pairs]
+    for kind, source, target in share_on(rank, samples, lambda sample: [sample[0]]):
+        shape = _STRIDED_TENSORS[kind]
+        plain, weights = (_numbers(trials.mesh, shape, seed=seed) for seed in (0, 1))
+        subject, case = f"{spelled(source)} to {spelled(target)}", f"{shape}"
+        call = partial(_strided_shards, plain, source, target)
+        if trials.attempt(subject, kind, case, call, may_refuse=False) is End.RIGHT:
+            call = partial(_strided_gradients, plain, weights, source, target)
+            trials.attempt(subject, kind, case, call, may_refuse=False)
+    return trials.swept
+
+
+def _pairs_of_strided_layouts(mesh: DeviceMesh, strided: Placement) -> Iterator[tuple[Layout, Layout]]:
+    placements = _LAYOUTS[:3]
+    ours = [(strided, at) for at in placements]
+    for source, target in product(
+        [*_layouts(mesh, (*placements, Partial())), *ours], [*_layouts(mesh, placements), *ours]
+    ):
+        if source != target and (source in ours or target in ours):
+            yield source, target
+
+
+def _strided_shards(plain: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> dict[str, str]:
+    result = distributed(plain, mesh, source).redistribute(placements=target)
+    text = difference(result.to_local(), shard_of(plain, mesh, target), bound=0.0)
+    return {"shard": text} if text else {}
+
+
+def _strided_gradients(
+    plain: Tensor, weights: Tensor, source: Layout, target: Layout, mesh: DeviceMesh
+) -> dict[str, str]:
+    given = distributed(plain, mesh, source)
+    given.requires_grad_()
+    result = given.redistribute(placements=target)
+    if text := difference(result.full_tensor(), plain, bound=0.0):
+        return {"full tensor": text}
+    torch.autograd.backward((result * distributed(weights, mesh, target)).sum())
+    assert isinstance(given.grad, DTensor)
+    text = difference(given.grad.to_local(), shard_of(weights, mesh, given.grad.placements), bound=0.0)
+    return {"gradient": text} if text else {}
 
 
 @experiment(needs=Needs.NOTHING)

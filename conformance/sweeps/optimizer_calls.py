@@ -19,16 +19,13 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids
 from conformance.sweeps.drawing import draw_of
 from conformance.sweeps.layouts import distributed, placed_shard
+from conformance.sweeps.optimizer_samples import OptimizerSample, implementations, optimizers, sample_of
 from conformance.sweeps.optimizers import (
     Numbers,
-    OptimizerSample,
     Setting,
     State,
-    implementations,
     numbers_of,
-    optimizers,
     quadratic,
-    sample_of,
     settings_of,
     state_faults,
     state_of,

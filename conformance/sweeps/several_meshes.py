@@ -42,14 +42,8 @@ from conformance.sweeps.mesh_blocks import (
     expected_gradients,
     name_of,
 )
-from conformance.sweeps.optimizers import (
-    BOUND_OF_REPLICAS,
-    Numbers,
-    OptimizerSample,
-    optimizer_samples,
-    state_faults,
-    stepped,
-)
+from conformance.sweeps.optimizer_samples import OptimizerSample, optimizer_samples
+from conformance.sweeps.optimizers import BOUND_OF_REPLICAS, Numbers, state_faults, stepped
 from conformance.sweeps.trials import Swept, Trials, select_samples
 from reference_trainer.mesh import fsdp_mesh
 

@@ -6,7 +6,7 @@ from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as record
 from conformance.plan.cells import Cell
-from conformance.sweeps.dtensor import operate, redistribute
+from conformance.sweeps.dtensor import operate, redistribute, redistribute_strided
 from conformance.sweeps.dtensor_interface import sweep as interface_sweep
 from conformance.sweeps.operator_sweep import sweep
 
@@ -78,3 +78,13 @@ def test_dtensor_options_do_not_disturb_each_other(measure: Measure, cell: Cell)
     Also with ranks that hold other numbers than the source rank, and where numbers show in which dtype ranks add.
     """
     require_no_wrong_result(measure(interface_sweep, cell), unit="calls", bounded=f"DT-4/{cell.id}")
+
+
+@law("DT-5", where="id in (dp2-tp2-fp32-default-meta-nosp, dp2-tp4-fp32-default-meta)", reference=DTENSOR, since="2.13")
+def test_layouts_of_sharded_tensor_parallel_weights_keep_the_tensor(measure: Measure, cell: Cell) -> None:
+    """`DTensor.redistribute` from and to the layouts of a weight that FSDP shards over tensor parallelism MUST give
+    each rank exactly the target shard, and preserve `full_tensor()` and gradients, for even and uneven shards.
+
+    Among them are those of such a weight that is gathered, or sharded by columns, over tensor parallelism alone.
+    """
+    require_no_wrong_result(measure(redistribute_strided, cell), unit="redistributions")

@@ -16,15 +16,8 @@ from conformance.sweeps.drawing import share_of
 from conformance.sweeps.operator_samples import Size, sample, sizes
 from conformance.sweeps.operator_sweep import _on_full_tensors, _try_size, plan_of
 from conformance.sweeps.operator_table import samples
-from conformance.sweeps.optimizers import (
-    IMPOSSIBLE,
-    Numbers,
-    OptimizerSample,
-    State,
-    all_samples,
-    optimizer_samples,
-    optimizers,
-)
+from conformance.sweeps.optimizer_samples import IMPOSSIBLE, OptimizerSample, all_samples, optimizer_samples, optimizers
+from conformance.sweeps.optimizers import Numbers, State
 from conformance.sweeps.optimizers import _number as numbers_only
 from conformance.sweeps.optimizers import stepped as on_plain_tensors
 from conformance.sweeps.trials import Trials, select_samples
