@@ -62,7 +62,7 @@ one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r 
 2.5 r - 0.5). And 3 e / 1.3 is below 2**-4.
 """
 _BOUND_OF_BF16_MOMENTUM = 2.0**-7
-"""Bound on the relative deviation of an average in bf16: each of eight steps rounds it by 2**-9, and halves older errors.
+"""Bound on the relative deviation of an average in bf16: a step rounds it by 2**-9, and halves the errors of others.
 
 No average is more than twice the last one.
 """
