@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
-from conformance.sweeps.layouts import Layout, difference, distributed, spelled, varied, without_pending
+from conformance.sweeps.layouts import Layout, difference, distributed, spelled, strided_rows, varied, without_pending
 from conformance.sweeps.operator_samples import Argument, Sample, Size, sizes
 from conformance.sweeps.operator_table import samples
 from conformance.sweeps.trials import End, Swept, Trials, select_samples
@@ -42,13 +42,16 @@ A tensor becomes a pending sum by division by their number, and up to four ranks
 """
 
 
-@experiment(needs=Needs.NOTHING)
+@experiment(needs=Needs.SHARDING)
 def sweep(rank: RankWorld) -> Swept:
     """Call every sample with the layouts of this mesh, see `plan_of`."""
     trials, communicating = Trials(rank.mesh), dict[str, dict[str, int]]()
+    weight = strided_rows(rank.mesh) if "tp" in (rank.mesh.mesh_dim_names or ()) else None
     for sample in select_samples(samples(), lambda sample: sample.name, restricted_to=rank.subjects):
         trials.add(sample.name)
-        every = [_try_size(trials, sample, size, layouts) for size, layouts in plan_of(sample, rank.mesh).items()]
+        every = [
+            _try_size(trials, sample, size, layouts) for size, layouts in plan_of(sample, rank.mesh, weight).items()
+        ]
         if counts := Counter(name for passes in every for name in passes):
             communicating[sample.name] = dict(counts)
     return msgspec.structs.replace(trials.swept, communicating=communicating)
@@ -71,7 +74,7 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
         end = trials.attempt(sample.name, f"{size} shards", case, call)
         if end is None:
             break
-        if end is End.WRONG:  # a release that mends the call may communicate
+        if end is End.WRONG and trials.mesh.size() == 2:  # a release that mends the call may communicate
             passes[case] = [FORWARD, ANY_PASS]
     return [name for names in passes.values() for name in names]
 
@@ -208,15 +211,18 @@ def _full(tensor: Tensor) -> Tensor:
 _PENDING = (Partial("sum"), Partial("max"))
 
 
-def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, ...]]]:
+def plan_of(sample: Sample, mesh: DeviceMesh, weight: Layout | None = None) -> dict[Size, list[tuple[Layout, ...]]]:
     """Return the layouts to try by size of shards; each world tries another share of them.
 
     Two ranks: the same shards of all arguments, uneven along the first dimension, and even along the first and the
     last, which adds nothing for an operator on elements. More ranks: uneven shards of one or all arguments, and shards
-    that some ranks lack. A mesh of two dimensions: pairs of placements, the same for all arguments.
+    that some ranks lack. A mesh of two dimensions: pairs of placements, the same for all arguments; or, with `weight`,
+    that layout, which FSDP gives a weight of tensor parallelism.
     """
     arguments = sample.arguments
     first, last = _alike(arguments, Shard(0)), _alike(arguments, Shard(-1))
+    if weight is not None:
+        return {"even": _like_weights(arguments, weight)}
     if mesh.ndim == 2:
         return {"even": _on_two_dimensions(arguments)}
     if mesh.size() == 2:
@@ -252,6 +258,13 @@ def _on_two_dimensions(arguments: Sequence[Argument]) -> list[tuple[Layout, ...]
     pairs = ((Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (pending, Shard(0)))
     chosen = (tuple(tuple(_possible(at, argument) for at in pair) for argument in arguments) for pair in pairs)
     return list(dict.fromkeys(chosen))
+
+
+def _like_weights(arguments: Sequence[Argument], weight: Layout) -> list[tuple[Layout, ...]]:
+    """Return layouts with all arguments, or the first alone, in the layout of a weight, and scalars replicated."""
+    replicated = (Replicate(),) * len(weight)
+    every = tuple(weight if argument.ndim else replicated for argument in arguments)
+    return list(dict.fromkeys((every, (every[0], *[replicated] * (len(every) - 1)))))
 
 
 def _possible(at: Placement, argument: Argument) -> Placement:

@@ -26,11 +26,15 @@ REFUSAL = "refusal"
 """Fault of a call that raises on all ranks although its documentation allows it."""
 WITHOUT_EXPECTATION = "full tensors"
 """Fault of a call that raises on full plain tensors, with whose outcome that on shards is compared."""
-_WAIT_LIMITS_S = (0.5, 10.0)
-"""Time limits of the mesh's collectives: of a call, and of its repetition if all ranks waited or ended well.
+_WAIT_LIMIT_S = 0.5
+"""Time limit of the mesh's collectives in a call that is made for the first time."""
+_WAIT_LIMIT_AFTER_ERROR_S = 2.0
+"""Time limit in the repetition of a call that raised an error on some ranks while others waited.
 
-A rank that raises an error while its peers wait is a fault after any time. If none does, the machine may be slow.
+On a slow machine these may have waited for each other, and would have raised the error, too.
 """
+_WAIT_LIMIT_AFTER_WAITING_S = 10.0
+"""Time limit in the repetition of a call that raised no error that explains the waiting: the machine may be slow."""
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
 WAITED = re.compile(
@@ -206,22 +210,22 @@ class Trials:
             return None
 
     def ended(self, call: Call) -> Ended:
-        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end."""
-        for _ in _WAIT_LIMITS_S:
+        """Call on all ranks, once more if they do not agree; return the end."""
+        for _ in range(2):
             error, faults = _called(call, self.mesh)
             ends = _ends(error, faults)
             if set(ends) <= {End.RIGHT, End.WRONG} or set(ends) == {End.ERROR}:
                 return Ended(max(ends), error, faults)
-            self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])
-            if End.ERROR in ends:
-                break
+            is_explained = End.ERROR in ends
+            limit_s = _WAIT_LIMIT_AFTER_ERROR_S if is_explained else _WAIT_LIMIT_AFTER_WAITING_S
+            self.mesh = self._new_mesh(limit_s)
         self.renew()
         states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
         return Ended(None, error, {AGREEMENT: f"{states}; here {error!r:.150}"})
 
     def renew(self) -> None:
         """Replace the mesh, whose process groups may have messages that a refused call has sent and none received."""
-        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
+        self.mesh = self._new_mesh(_WAIT_LIMIT_S)
 
     def _note(self, subject: str, kind: str, case: str, faults: Mapping[str, str]) -> None:
         for fault, text in faults.items():

@@ -46,7 +46,8 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
 
 @law(
     "DT-3",
-    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta)",
+    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta,"
+    " dp2-tp2-fp32-default-meta)",
     reference=DTENSOR,
     since="2.11",
     # About DTensor's logic, and not devices: trials give up waiting for a peer, which NCCL's watchdog answers by ending
