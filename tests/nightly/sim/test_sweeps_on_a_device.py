@@ -68,7 +68,8 @@ EXPERIMENTS = {experiment.name: experiment for experiment, *_ in SWEEPS}
 def sweep(context: RankContext, payload: dict[str, Any]) -> Any:
     """Sweep some subjects, with time limits that no call of a busy machine reaches."""
     names = ("_WAIT_LIMIT_S", "_WAIT_LIMIT_AFTER_ERROR_S", "_WAIT_LIMIT_AFTER_WAITING_S")
-    limits = patch.multiple(trials, **dict.fromkeys(names, DEADLINE_S))
+    longer: dict[str, Any] = dict.fromkeys(names, DEADLINE_S)
+    limits = patch.multiple(trials, **longer)
     subjects = patch.object(experiments_context, "subjects_of", lambda _: frozenset(payload["subjects"]))
     with limits, subjects:
         return EXPERIMENTS[payload["experiment"]](context, payload["job"])
