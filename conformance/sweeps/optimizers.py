@@ -64,7 +64,7 @@ one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r 
 _BOUND_OF_BF16_MOMENTUM = 2.0**-7
 """Bound on the relative deviation of an average in bf16: a step rounds it by 2**-9, and halves the errors of others.
 
-No average is more than twice the last one.
+No average is more than twice the last one, of which the errors are 2**-9 * 2 * (1 + 1/2 + 1/4 + ...) in all.
 """
 _STOPS = ("tolerance_grad", "tolerance_change")
 """Options that keep an optimizer from taking a step."""

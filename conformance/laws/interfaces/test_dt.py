@@ -81,7 +81,13 @@ def test_dtensor_options_do_not_disturb_each_other(measure: Measure, cell: Cell)
     require_no_wrong_result(measure(interface_sweep, cell), unit="calls", bounded=f"DT-4/{cell.id}")
 
 
-@law("DT-5", where="id in (dp2-tp2-fp32-default-meta-nosp, dp2-tp4-fp32-default-meta)", reference=DTENSOR, since="2.13")
+@law(
+    "DT-5",
+    where="id in (dp2-tp2-fp32-default-meta-nosp, dp2-tp4-fp32-default-meta)",
+    reference=DTENSOR,
+    since="2.13",
+    substrates=("gloo",),  # as for DT-3
+)
 def test_layouts_of_sharded_tensor_parallel_weights_keep_the_tensor(measure: Measure, cell: Cell) -> None:
     """`DTensor.redistribute` from and to the layouts of a weight that FSDP shards over tensor parallelism MUST give
     each rank exactly the target shard, and preserve `full_tensor()` and gradients, for even and uneven shards.

@@ -82,7 +82,7 @@ def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell:
     """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors of every layout the
     parameters and the state that it leaves on full plain tensors after several steps, or refuse on all ranks; on plain
     tensors each implementation MUST change every parameter as its documented algorithm does, and leave the state of the
-    for-loop.
+    for-loop. Muon's momentum MUST be the average of gradients also in bf16.
 
     In every bit where an element depends on no other, else within a derived bound, as between implementations and
     against the algorithm, which is computed without torch (not for LBFGS). Refusals are bounded as in DT-3.
