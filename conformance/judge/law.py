@@ -39,6 +39,7 @@ def law(
     where: str,
     gaps: Sequence[str] = (),
     numbers: bool = False,
+    own_run: bool = False,
     of: Trainers = "reference trainer",
     like: str = "",
     reference: str,
@@ -50,13 +51,14 @@ def law(
 
     `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
     that the law cannot judge yet, see `conformance.plan.scopes`. A law that judges the numbers of a run says
-    `numbers=True`, one that measures the processor's memory `memory=True`. A law `of="any trainer"` judges the evidence
-    that `conformance judge` gathers of a trainer, and names the law of ours that it is `like`. Without `substrates` a
-    law is judged on all real ones. The id, `where`, `gaps`, `numbers` and `of` are literals:
-    `plan.scopes.declared_scopes` reads them without importing the test. Raises ValueError if the docstring does not
-    state a MUST, for an expression that cannot be compiled, and for an unknown gap.
+    `numbers=True`, one that needs a further run of each cell `own_run=True`, one that measures the processor's memory
+    `memory=True`. A law `of="any trainer"` judges the evidence that `conformance judge` gathers of a trainer, and names
+    the law of ours that it is `like`. Without `substrates` a law is judged on all real ones. The id, `where`, `gaps`,
+    `numbers`, `own_run` and `of` are literals: `plan.scopes.declared_scopes` reads them without importing the test.
+    Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
+    unknown gap.
     """
-    holds = scope(law_id, where=where, gaps=gaps, numbers=numbers, of=of)
+    holds = scope(law_id, where=where, gaps=gaps, numbers=numbers, own_run=own_run, of=of)
 
     def declare(test: _Test) -> _Test:
         must = " ".join((test.__doc__ or "").strip().split("\n\n")[0].split())

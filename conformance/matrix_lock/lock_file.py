@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conformance.defects.catalogue import defects
 from conformance.matrix_lock.derivation import CALIBRATION_S, derive, estimated_s
+from conformance.matrix_lock.own_runs import with_own_runs
 from conformance.plan.cells import Cell
 from conformance.plan.content import Content, read_content
 from conformance.plan.lock import PlannedCell, planned_cell
@@ -17,7 +18,8 @@ from conformance.project import LAWS_DIRECTORY
 from reference_trainer.strict_yaml import ConfigError, Document
 
 _HEADER = """\
-# Cells of {name}, best first: section, duration in seconds (~ estimated), id. `python -m conformance lock` writes them.
+# Cells of {name}, best first: section, duration in seconds (~ estimated), id, laws that a profile with `own_runs: new`
+# leaves out. `python -m conformance lock` writes them.
 # digest {digest}
 # calibration {calibration_s:.4f} s
 """
@@ -41,7 +43,8 @@ def planned(
     cells = sorted(planned_cells(derive(document, locked), durations_s), key=lambda each: each.cell.id)
     gains = _gains(read_content(document), [each.cell for each in cells], declared_scopes(LAWS_DIRECTORY))
     by_id = {each.cell.id: each for each in cells}
-    return [by_id[id_] for id_ in best_first(list(by_id), gains, {id_: each.seconds for id_, each in by_id.items()})]
+    ordered = best_first(list(by_id), gains, {id_: each.seconds for id_, each in by_id.items()})
+    return with_own_runs(document, [by_id[id_] for id_ in ordered])
 
 
 def planned_cells(
@@ -59,13 +62,17 @@ def planned_cells(
 def lock_text(document: Document, planned: Sequence[PlannedCell]) -> str:
     """Return the content of the lock file of a matrix."""
     width = max(len(each.section) for each in planned)
-    lines = [f"{each.section:<{width}} {_duration(each):>7}  {each.cell.id}\n" for each in planned]
+    lines = [f"{each.section:<{width}} {_duration(each):>7}  {each.cell.id}{_left_out(each)}\n" for each in planned]
     digest = read_content(document).cells_digest
     return _HEADER.format(name=Path(document.path).name, digest=digest, calibration_s=CALIBRATION_S) + "".join(lines)
 
 
 def _duration(planned: PlannedCell) -> str:
     return f"{'' if planned.measured else '~'}{planned.seconds:.2f}"
+
+
+def _left_out(planned: PlannedCell) -> str:
+    return f"  not {','.join(planned.nothing_new)}" if planned.nothing_new else ""
 
 
 def read_lock(file: Path) -> list[PlannedCell]:

@@ -19,7 +19,7 @@ from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import ConfigError
 
 _CALIBRATION = re.compile(r"# calibration ([0-9]+\.[0-9]+) s")
-_LINE = re.compile(r"([a-z0-9-]+) +(~?)([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)")
+_LINE = re.compile(r"([a-z0-9-]+) +(~?)([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)(?: +not ([A-Z0-9,-]+))?")
 _WRITE = "run `python -m conformance lock --write"
 
 
@@ -33,6 +33,8 @@ class PlannedCell(msgspec.Struct, frozen=True):
     cell: Cell
     measured: bool = False
     """True if the time is of a report; otherwise `matrix_lock.derivation` has estimated it."""
+    nothing_new: tuple[str, ...] = ()
+    """Laws that a profile with `own_runs: new` leaves out here, see `Profile.own_runs`."""
 
 
 STARTUP_S = 8.0
@@ -92,8 +94,14 @@ def planned_cell(file: Path, number: int, line: str) -> PlannedCell:
     """Return the cell of a line of a lock file; raises ConfigError for a line that is no cell."""
     match = _LINE.fullmatch(line)
     if match is None:
-        raise ConfigError(f"{file.name}:{number}: not `SECTION SECONDS CELL`: {_WRITE}`")
+        raise ConfigError(f"{file.name}:{number}: not `SECTION SECONDS CELL [not LAWS]`: {_WRITE}`")
     try:
-        return PlannedCell(match[1], float(match[3]), cell_from_id(match[4]), measured=not match[2])
+        return PlannedCell(
+            section=match[1],
+            seconds=float(match[3]),
+            cell=cell_from_id(match[4]),
+            measured=not match[2],
+            nothing_new=tuple(match[5].split(",")) if match[5] else (),
+        )
     except AxisError as error:
         raise ConfigError(f"{file.name}:{number}: {error}; {_WRITE}`") from None

@@ -82,10 +82,15 @@ class Matrix:
         """Expected duration of each cell in seconds on the reference machine, by id."""
         return {planned.cell.id: planned.seconds for planned in self.planned}
 
+    @cached_property
+    def _nothing_new(self) -> dict[Cell, frozenset[str]]:
+        return {planned.cell: frozenset(planned.nothing_new) for planned in self.planned}
+
     @property
     def digest(self) -> str:
         """SHA-256 of the content and the cells, independent of comments, layout and order of keys."""
-        return digest_of([self.content, [[planned.section, planned.cell.id] for planned in self.planned]])
+        cells = [[each.section, each.cell.id, *each.nothing_new] for each in self.planned]
+        return digest_of([self.content, cells])
 
     def laws(self) -> tuple[str, ...]:
         """Return the ids of the laws of the reference trainer, in order."""
@@ -160,13 +165,15 @@ class Matrix:
     def cases(
         self, profile: str, *, only: Selection | None = None, seed: int = 0, budget_s: float | None = None
     ) -> tuple[Case, ...]:
-        """Return the cases of a profile: of each cell, best first, those of all laws that hold there.
+        """Return the cases of a profile: of each cell, best first, those of the laws that judge there.
 
         `seed` is added to the seed of each cell after the cell was selected. Raises UsageError for an unknown profile.
         """
         if (profile, budget_s) not in self._cases:
             cells = self.profile_cells(profile, budget_s=budget_s)
-            self._cases[profile, budget_s] = {cell: self.cases_on(cell) for cell in cells}
+            self._cases[profile, budget_s] = {
+                cell: tuple(Case(law, cell) for law in self.laws_in(profile, cell)) for cell in cells
+            }
         by_cell = self._cases[profile, budget_s]
         cases = [case for cell in by_cell if only is None or only(cell) for case in by_cell[cell]]
         if seed:
@@ -180,6 +187,16 @@ class Matrix:
         if law not in self.scopes:
             return []
         return [cell for cell in self.cells.values() if self.scopes[law].holds(cell)]
+
+    def laws_in(self, profile: str, cell: Cell) -> list[str]:
+        """Return the ids of the laws that judge a cell in a profile: of those that hold there, see `Profile.own_runs`.
+
+        Raises UsageError for an unknown profile.
+        """
+        if self.profile(profile).own_runs == "all":
+            return self.laws_on(cell)
+        left_out = self._nothing_new.get(cell, frozenset())
+        return [law for law in self.laws_on(cell) if law not in left_out]
 
     def laws_on(self, cell: Cell) -> list[str]:
         """Return the ids of the laws that hold on a cell, in order."""

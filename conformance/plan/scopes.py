@@ -117,7 +117,7 @@ GAPS = {
 
 
 _DECORATOR = "law"
-_DECLARED = ("where", "gaps", "numbers", "of")
+_DECLARED = ("where", "gaps", "numbers", "own_run", "of")
 Trainers = Literal["reference trainer", "any trainer"]
 """Trainers that a law is about: the reference trainer, or the trainer that `conformance judge` is given."""
 
@@ -135,6 +135,8 @@ class Scope:
     of: Trainers = "reference trainer"
     numbers: bool = False
     """True if the law judges the numbers that a run computes: gradients, norms, updates or bits of its state."""
+    own_run: bool = False
+    """True if the law needs a further run of a cell, as long as its training, see `Profile.own_runs`."""
 
     def holds(self, cell: Cell) -> bool:
         """Return whether the law is judged on the cell."""
@@ -153,14 +155,20 @@ class Scope:
 
 
 def scope(
-    law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = False, of: Trainers = "reference trainer"
+    law: str,
+    *,
+    where: str,
+    gaps: Sequence[str] = (),
+    numbers: bool = False,
+    own_run: bool = False,
+    of: Trainers = "reference trainer",
 ) -> Scope:
     """Return a scope; raises ValueError, with the law, for an expression that cannot be compiled and an unknown gap."""
     for name in gaps:
         if name not in GAPS:
             raise ValueError(f"law {law}: unknown gap `{name}`{allowed(name, GAPS)}")
     try:
-        return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), of, numbers)
+        return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), of, numbers, own_run)
     except SelectionError as error:
         raise ValueError(f"law {law}: {error}") from None
 
@@ -212,5 +220,7 @@ def _scope_of(call: ast.Call, place: str) -> Scope:
         declared = {str(name): ast.literal_eval(value) for name, value in wanted.items()}
         where = declared.pop("where")
     except (IndexError, KeyError, ValueError):
-        raise ValueError(f"{place}: write id, `where`, `gaps`, `numbers` and `of` of a law as literals") from None
+        raise ValueError(
+            f"{place}: write id, `where`, `gaps`, `numbers`, `own_run` and `of` of a law as literals"
+        ) from None
     return scope(law, where=where, **declared)

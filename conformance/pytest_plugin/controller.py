@@ -107,7 +107,8 @@ class Controller:
         if self._calibration_s is not None or calibration_s is None:
             return
         self._calibration_s = calibration_s
-        plan = plan_of(self._planned, self._setup.cases, self._setup.matrix, seed=self._setup.seed)
+        setup = self._setup
+        plan = plan_of(self._planned, setup.cases, setup.matrix, profile=setup.profile_name, seed=setup.seed)
         if plan is not None:
             self._expectation = Expectation(
                 plan,

@@ -32,8 +32,8 @@ class Plan:
     """False if laws were left out, whose share of a cell's duration is not known."""
 
 
-def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, seed: int) -> Plan | None:
-    """Return the expected durations of items with these ids, which are among `cases`.
+def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, profile: str, seed: int) -> Plan | None:
+    """Return the expected durations of items of a profile with these ids, which are among `cases`.
 
     None if the lock file lacks a cell of theirs, and for a session that is too short to need it. `seed` was added to
     the seed of each cell, which changes no duration.
@@ -50,7 +50,7 @@ def plan_of(nodeids: Iterable[str], cases: Iterable[Case], matrix: Matrix, *, se
         cells={cell.id: (matrix.seconds[locked.id], _processes(cell)) for cell, locked in planned.items()},
         cases={cell.id: number for cell, number in numbers.items()},
         calibration_s=matrix.calibration_s,
-        has_all_laws=all(number == len(matrix.laws_on(planned[cell])) for cell, number in numbers.items()),
+        has_all_laws=all(number == len(matrix.laws_in(profile, planned[cell])) for cell, number in numbers.items()),
     )
 
 

@@ -224,7 +224,8 @@ class Session:
         The time limit of a case, unless it was given, is longer on a slower machine, whose ranks do not hang.
         """
         nodeids = [item.nodeid for item in session.items]
-        is_long = plan_of(nodeids, self._setup.cases, self._setup.matrix, seed=self._setup.seed) is not None
+        setup = self._setup
+        is_long = plan_of(nodeids, setup.cases, setup.matrix, profile=setup.profile_name, seed=setup.seed) is not None
         if is_long and not session.config.option.collectonly and self._runs_cases(session.config):
             self._calibration_s = _calibration_s(self._setup)
             if self._calibration_s and not session.config.option.deadline:

@@ -15,6 +15,7 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 @law(
     "API-1",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (1, 2, 4, 8)",
+    own_run=True,
     reference=FULLY_SHARD,
     since="2.10",
 )
@@ -28,6 +29,7 @@ def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) ->
 @law(
     "API-2",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (2, 4, 8)",
+    own_run=True,
     reference=FULLY_SHARD,
     since="2.10",
 )

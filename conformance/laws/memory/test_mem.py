@@ -51,6 +51,7 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
     where="(model in (deep, wide, large) or (model = cut and features <= 3 or model = experts) "
     # The memory model knows eager blocks and masters of one dtype; what simulated transfers receive overflows in fp16.
     "and precision not in (bf16-mixed, fp16-mp, fp16-reduce) and compile = false) and implementation = fsdp2",
+    own_run=True,
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )

@@ -122,6 +122,7 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
     "CLIP-3",
     where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type = inf "
     "or pp > 1 and features <= 3 and model = cut)",
+    own_run=True,
     reference=CLIP_GRAD_NORM,
 )
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
@@ -152,6 +153,7 @@ def _agree(situation: str, outcomes: list[ClipOutcome]) -> bool:
     "and (norm_type != 2 or clip = 0.1 or model = uneven or foreach_clip = false) or precision = bf16-mixed "
     "and offload = cpu and saved_on = none and norms_in_tp = true and clip != 0.0 and norm_type != inf)",
     gaps=["pipelines"],
+    own_run=True,
     reference=CLIP_GRAD_NORM,
 )
 def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: Measure, cell: Cell) -> None:
@@ -222,6 +224,7 @@ def _sent(event: Event | Collective, *, hides_operation: bool) -> tuple[str, str
     "and (norm_type != 2 or foreach_clip = false) or precision = bf16-mixed "
     "and offload = cpu and saved_on = none and norms_in_tp = true and clip != 0.0 and norm_type != inf)",
     gaps=["pipelines"],
+    own_run=True,
     reference=CLIP_GRAD_NORM,
     since="2.10",
 )
@@ -260,6 +263,7 @@ def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
     "CLIP-7",
     where="world > 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and (precision = bf16-mixed or foreach_clip = false))",
+    own_run=True,
     reference=CLIP_GRAD_VALUE,
     since="2.8",
 )

@@ -225,7 +225,7 @@ def test_uneven_shards_and_tied_weights_train(run: Run, measure: Measure, cell: 
     compare_updates(record)
 
 
-@law("PAR-8", where="world >= 1", gaps=["repetition", "large-models"], numbers=True, reference=RANDOMNESS)
+@law("PAR-8", where="world >= 1", gaps=["repetition", "large-models"], numbers=True, own_run=True, reference=RANDOMNESS)
 def test_repeated_run_is_bitwise_equal(run: Run, cell: Cell) -> None:
     """Two runs of a cell MUST be equal in every bit, and issue the same collectives.
 

@@ -138,6 +138,7 @@ def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
     "ENV-6",
     where="id = pp2-dp2-fp32-default-meta-cut-acc4 or features = 0 or (features = 1 and (compile = true or "
     "activation_checkpointing != none or tied_embeddings = true or sequence_parallel = false or offload = cpu))",
+    own_run=True,
     reference="https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html",
 )
 def test_taps_change_no_bit(run: Run, cell: Cell) -> None:

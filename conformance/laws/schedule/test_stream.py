@@ -92,6 +92,7 @@ def _expect_nothing_held(peaks: DevicePeaks, where: str) -> None:
     where="world > 1 and world <= 4 and implementation = fsdp2",
     gaps=["delay-cost", "large-models"],
     numbers=True,
+    own_run=True,
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )
 def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:

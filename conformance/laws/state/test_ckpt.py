@@ -72,6 +72,7 @@ def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, c
     "or tp = 1 and (features = 0 or precision = bf16-mixed and offload = cpu and optimizer != sgd and saved_on = none "
     "and tied_embeddings = false))",
     gaps=["experts-unnamed", "pipelines"],
+    own_run=True,
     reference=STATE_DICT,
 )
 def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:
@@ -93,6 +94,7 @@ def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell)
     "CKPT-5",
     where="world > 1 and world <= 4 and tp = 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and optimizer in (sgd, sgd-momentum))",
+    own_run=True,
     reference=STATE_DICT,
     since="2.8",
 )

@@ -153,11 +153,11 @@ def test_a_lock_file_of_another_matrix_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("singles dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
-        ("singles x dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
-        ("singles 1.2.3 dp2-fp32-default-meta\n", "8: not `SECTION SECONDS CELL`: run"),
-        ("\n", "8: not `SECTION SECONDS CELL`: run"),
-        ("singles 1.00 dp2-fp32-default\n", "8: no cell has the id 'dp2-fp32-default'"),
+        ("singles dp2-fp32-default-meta\n", "9: not `SECTION SECONDS CELL [not LAWS]`: run"),
+        ("singles x dp2-fp32-default-meta\n", "9: not `SECTION SECONDS CELL [not LAWS]`: run"),
+        ("singles 1.2.3 dp2-fp32-default-meta\n", "9: not `SECTION SECONDS CELL [not LAWS]`: run"),
+        ("\n", "9: not `SECTION SECONDS CELL [not LAWS]`: run"),
+        ("singles 1.00 dp2-fp32-default\n", "9: no cell has the id 'dp2-fp32-default'"),
     ],
 )
 def test_mistakes_have_a_line(file: Path, line: str, message: str) -> None:

@@ -62,7 +62,7 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     assert found == ["ENV-2", "AMP-1", "PAR-9", "PAR-10"], "preconditions come first, and numbers ascend"
 
 
-LITERALS = "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals"
+LITERALS = "test_laws.py:1: write id, `where`, `gaps`, `numbers`, `own_run` and `of` of a law as literals"
 NOT_LITERAL = (
     "'PAR-1', where=WHERE",
     "PAR, where='tp = 1'",

@@ -22,7 +22,7 @@ def nodeids(cases: tuple[Case, ...]) -> Iterator[str]:
 
 
 def test_a_profile_is_planned_by_the_cells_of_the_lock_file() -> None:
-    plan = plan_of(nodeids(CASES), CASES, MATRIX, seed=0)
+    plan = plan_of(nodeids(CASES), CASES, MATRIX, profile="smoke", seed=0)
     assert plan is not None
     assert plan.has_all_laws
     assert sum(plan.cases.values()) == len(CASES)
@@ -34,7 +34,9 @@ def test_a_profile_is_planned_by_the_cells_of_the_lock_file() -> None:
 
 def test_a_seed_changes_no_duration() -> None:
     seeded = MATRIX.cases("smoke", seed=3)
-    plans = plan_of(nodeids(CASES), CASES, MATRIX, seed=0), plan_of(nodeids(seeded), seeded, MATRIX, seed=3)
+    plans = [
+        plan_of(nodeids(cases), cases, MATRIX, profile="smoke", seed=seed) for seed, cases in ((0, CASES), (3, seeded))
+    ]
     assert plans[0] is not None
     assert plans[1] is not None
     assert [*plans[0].cells.values()] == [*plans[1].cells.values()]
@@ -42,16 +44,16 @@ def test_a_seed_changes_no_duration() -> None:
 
 def test_laws_that_are_left_out_make_it_an_upper_bound() -> None:
     some = tuple(each for each in CASES if each.law != "PAR-1")
-    plan = plan_of(nodeids(some), CASES, MATRIX, seed=0)
+    plan = plan_of(nodeids(some), CASES, MATRIX, profile="smoke", seed=0)
     assert plan is not None
     assert not plan.has_all_laws
     assert expectation(plan).first_line().startswith("expected: at most ")
 
 
 def test_short_sessions_and_unknown_cells_have_no_plan() -> None:
-    assert plan_of(nodeids(CASES[:1]), CASES, MATRIX, seed=0) is None
+    assert plan_of(nodeids(CASES[:1]), CASES, MATRIX, profile="smoke", seed=0) is None
     unknown = tuple(Case("PAR-1", Cell(mesh="dp2", seed=seed)) for seed in range(7, 9))
-    assert plan_of(nodeids((*CASES, *unknown)), (*CASES, *unknown), MATRIX, seed=0) is None
+    assert plan_of(nodeids((*CASES, *unknown)), (*CASES, *unknown), MATRIX, profile="smoke", seed=0) is None
 
 
 TWO = Plan(cells={"a": (10.0, 2), "b": (50.0, 2)}, cases={"a": 2, "b": 1}, calibration_s=0.1, has_all_laws=True)

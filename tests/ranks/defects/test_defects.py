@@ -122,7 +122,7 @@ def test_profiles_have_cases_for_defects_that_processors_show() -> None:
     """
     matrix = the_matrix()
     laws_by_cell = {
-        profile: {cell: matrix.laws_on(cell) for cell in matrix.profile_cells(profile)}
+        profile: {cell: matrix.laws_in(profile, cell) for cell in matrix.profile_cells(profile)}
         for profile in ("smoke", "pr", "nightly")
     }
     shown = [defect for defect in defects() if "gloo" in defect.substrates and defect.of == "reference trainer"]
