@@ -1,4 +1,4 @@
-"""Cells on which a law needs runs of its own that show no new fault: profiles with `own_runs: new` leave these out."""
+"""Cells of which a law needs a further run that shows no new fault: profiles with `own_runs: new` leave the law out."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -32,7 +32,7 @@ def _agreed(cell: Cell, by_profile: Iterable[Mapping[Cell, Sequence[str]]]) -> t
 
 
 def _nothing_new(matrix: Matrix, cells: Iterable[Cell]) -> dict[Cell, list[str]]:
-    """Return, by cell, the laws with runs of their own that show no fault there that the profile does not show already.
+    """Return, by cell, the laws whose further run shows no fault there that the profile does not show already.
 
     A fault is a defect of the catalogue that the CPU can show. Laws that judge the training of a cell, which is run for
     them in any case, come first. Each law judges one cell at least of each number of ranks.

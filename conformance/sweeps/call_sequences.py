@@ -108,6 +108,10 @@ def _computed(progress: Progress, value: str) -> Progress:
     return replace(progress, unsharded=progress.unsharded | progress.kept_by_forward, has_prefetched=has_prefetched)
 
 
+def _reset(progress: Progress, _value: str) -> Progress:
+    return replace(_resharded(progress, ""), has_pending=False, has_prefetched=False)
+
+
 def _resharded(progress: Progress, _value: str) -> Progress:
     return replace(progress, has_unsharded=False, unsharded=frozenset())
 
@@ -130,6 +134,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "forward": Rule(weight=2, after=_computed),
     "evaluate": Rule(("", "shared", "partly"), weight=4, needs=_has_layers, after=_computed),
+    "abort": Rule(("forward", "evaluation", "loss", "backward"), weight=3, after=_reset),
     "synchronise": Rule(
         ("off", "on", "shards"), weight=4, after=lambda progress, value: replace(progress, synchronises=value == "on")
     ),

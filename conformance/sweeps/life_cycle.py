@@ -34,7 +34,7 @@ from conformance.sweeps.call_sequences import (
 )
 from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import difference
-from conformance.sweeps.module_lives import NotComparable, PlainLife, Seen, ShardedLife
+from conformance.sweeps.module_lives import WAYS, NotComparable, PlainLife, Seen, ShardedLife
 from conformance.sweeps.trials import End, Ended, Swept, Trials
 from reference_trainer.mesh import fsdp_mesh
 
@@ -114,7 +114,16 @@ def _state_faults(life: ShardedLife, seen: Seen) -> Iterator[tuple[str, str]]:
                 yield fault, f"{name}: {text}"
 
 
+WORKFLOWS: tuple[str, ...] = (
+    # Micro-batches without a reduction, a layer that is frozen at first, a moving average, and an iteration that fails.
+    "synchronise(off), train, synchronise(on), train, step",
+    "freeze(second), evaluate, thaw(second), train, step",
+    "keep, train, step, restore, evaluate",
+    "prefetch(forward), abort(evaluation), load(copied), evaluate",
+)
+"""Sequences of every training of their kind, which a share of the samples tries, too."""
 _COMPUTING = ("train", "forward", "evaluate")
+_UNSHARDING = ("unshard(first)", "unshard(root)")
 REFUSED: tuple[str, ...] = (
     "fully_shard",
     "deepcopy",
@@ -123,7 +132,7 @@ REFUSED: tuple[str, ...] = (
     "write(parameter), to_empty",
     *(f"{each}, evaluate(shared)" for each in _COMPUTING),
     *(f"evaluate(shared), {each}" for each in _COMPUTING),
-    *(f"{before}, cast(bf16), {after}" for before in _COMPUTING for after in _COMPUTING),
+    *(f"{before}, cast(bf16), {after}" for before in _COMPUTING for after in (*_COMPUTING, *_UNSHARDING)),
 )
 """Sequences that torch refuses, and says why; the refusal of one that has none of them is a fault.
 
@@ -139,6 +148,9 @@ SUSPECTS: tuple[str, ...] = (
     "synchronise(off), train, synchronise(on), hook(gradient), train(twice)",
     "synchronise(shards), train, synchronise(on), train(partly)",
     "prefetch(forward), evaluate(partly), load(copied), evaluate",
+    # In any way: where the gradients of one rank alone are wrong, the others would wait for it in the next training.
+    *(f"abort(backward), {Call('train', way)}" for way in WAYS),
+    "synchronise(off), train, abort(forward), synchronise(on), train",
     *REFUSED,
 )
 """Smallest sequences that fail in some version of torch: tried first, since finding them in a longer one takes long."""
@@ -169,15 +181,15 @@ class LifeSweep:
     def swept(self) -> Swept:
         """Return the outcome: the number of right sequences, and the smallest that are refused or wrong."""
         named = [calls for text in self._subjects if (calls := read(text)) is not None]
-        suspects = [calls_of(text) for text in SUSPECTS]
+        workflows, suspects = (list(map(calls_of, group)) for group in (WORKFLOWS, SUSPECTS))
         if named:
             self._try_smallest(((), *named))
         elif self._world.sweep_share < 1.0:
-            self._try_smallest(((),))
+            self._try_smallest(((), *workflows))
             self._excluded += suspects
             self._try_share()
         else:
-            self._try_smallest(((), *singles_of(suspects), *suspects))
+            self._try_smallest(((), *workflows, *singles_of(suspects), *suspects))
             for _ in range(SEQUENCES[self._size]):
                 if () not in self._excluded:
                     self._try(self._sampled())
@@ -285,7 +297,9 @@ def may_be_refused(calls: Calls) -> bool:
 
 
 def _in_any_way(calls: Calls) -> Calls:
-    return tuple(Call(call.name) if call.name in ("cast", "train", "to_empty") else call for call in calls)
+    """Return the calls without dtypes and ways; an iteration that is aborted has begun with a forward."""
+    plain = {name: Call(name) for name in ("cast", "train", "to_empty")} | {"abort": Call("forward")}
+    return tuple(plain.get(call.name, call) for call in calls)
 
 
 def _kinds(calls: Calls) -> set[str]:

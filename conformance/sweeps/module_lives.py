@@ -8,7 +8,7 @@ every bit.
 import copy
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -33,7 +33,7 @@ _ABOUT_SHARDS = frozenset(
     {"fully_shard", "set_reshard_after_forward", "set_reshard_after_backward", "unshard", "reshard", "prefetch"}
 )
 """Calls of sharded modules alone."""
-_GATHERING = ("train", "forward", "evaluate", "unshard")
+_GATHERING = ("train", "forward", "evaluate", "unshard", "abort")
 """Calls that communicate."""
 _MANY = range(6)
 """Indices of forwards before the first backward: more than buffers are in flight."""
@@ -58,6 +58,10 @@ _LARGEST = 256
 
 class NotComparable(Exception):
     """Sequence that plain torch refuses, or whose numbers a dtype would round."""
+
+
+class Aborted(Exception):
+    """Error of a user in an iteration."""
 
 
 class SignSGD(Optimizer):
@@ -248,6 +252,10 @@ def swapped_parameters() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+def _abort(*_: Any) -> None:
+    raise Aborted
+
+
 def _negate_gradient(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.neg_()
@@ -307,6 +315,13 @@ class PlainLife(Life):
             self.output = functional_call(self.net.first, self._leaves("first."), x).relu().detach()
         else:
             self.output = functional_call(self.net, self._leaves(), x, {"partly": how == "partly"}).detach()
+
+    def abort(self, where: str) -> None:
+        """Lose all gradients, also those that wait for a reduction; raises NotComparable if there is no backward."""
+        if where == "backward" and not any(parameter.requires_grad for parameter in self.net.parameters()):
+            raise NotComparable("no parameter has a gradient")
+        self._pending.clear()
+        self.net.zero_grad()
 
     def train(self, how: str = "") -> None:
         """Add the mean of the gradients of all ranks for each backward of the call."""
@@ -369,7 +384,7 @@ class PlainLife(Life):
             return {}
         gathers = {"all_gather": self.compute_dtype}
         reduced = self.reduce_dtype or self._unset_reduce_dtype()
-        return gathers | ({"reduce_scatter": reduced, "all_reduce": reduced} if call.name == "train" else {})
+        return gathers | ({"reduce_scatter": reduced, "all_reduce": reduced} if call.name in ("train", "abort") else {})
 
     def _unset_reduce_dtype(self) -> torch.dtype:
         """Return the dtype of reductions without `reduce_dtype`: as of computation, or of the shards in newer torch.
@@ -441,6 +456,41 @@ class ShardedLife(Life):
             self._shared = Shared(self.net.first)
             self._shard(self._shared)
         return self._shared
+
+    def abort(self, where: str) -> None:
+        """Raise an error in an iteration, and go on as documented; the micro-batches start again, without gradients."""
+        with suppress(Aborted):
+            match where:
+                case "forward":
+                    self._abort_forward(self.net.second)
+                case "evaluation":
+                    with torch.no_grad():
+                        self._abort_forward(self.net.first)
+                case _:
+                    self._abort_after_forward(in_backward=where == "backward")
+        self.net.reset_iter_state()
+        self.net.zero_grad()
+
+    def _abort_forward(self, layer: nn.Module) -> None:
+        """Raise Aborted in a layer, which is unsharded then."""
+        hook = layer.register_forward_pre_hook(_abort)
+        try:
+            self.net(self.inputs(self._rank))
+        finally:
+            hook.remove()
+
+    def _abort_after_forward(self, *, in_backward: bool) -> None:
+        """Raise Aborted instead of a backward, or in one as late as there is a gradient."""
+        outputs: list[Tensor] = []
+        modules = (self.net.first, self.net.second, self.net)
+        hooks = [each.register_forward_hook(lambda _module, _args, output: outputs.append(output)) for each in modules]
+        output = self.net(self.inputs(self._rank))
+        for hook in hooks:
+            hook.remove()
+        if in_backward:
+            next(each for each in outputs if each.requires_grad).register_hook(_abort)  # type: ignore[no-untyped-call]
+            output.sum().backward()
+        raise Aborted
 
     def train(self, how: str = "") -> None:
         """Run forward and backward, or several of them, on this rank's samples."""

@@ -18,9 +18,11 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 )
 def test_any_sequence_of_calls_equals_plain_torch(measure: Measure, cell: Cell) -> None:
     """A module that FSDP2 has sharded MUST, in any sequence of training, evaluation, freezing, casting, writing,
-    loading, copying, prefetching and hooking, of all layers or without one, have the outputs, parameters and gradients
-    of the same calls on plain torch, in every bit, communicate in the dtypes of its policy, and hold no more memory
-    than its shards; or refuse on all ranks.
+    loading, copying, prefetching, hooking and failing, of all layers or without one, have the outputs, parameters and
+    gradients of the same calls on plain torch, in every bit, communicate in the dtypes of its policy, and hold no more
+    memory than its shards; or refuse on all ranks.
+
+    After a failure in forward, loss or backward FSDP2's iteration is reset, and the training starts it again.
 
     Sequences are drawn by the seed of the cell. The smallest that is wrong, or refused, is reported.
     """

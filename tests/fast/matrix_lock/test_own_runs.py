@@ -1,4 +1,4 @@
-"""Cells on which laws with runs of their own are left out of a profile: no defect is lost, and no number of ranks."""
+"""Laws that need a further run are left out of some cells of a profile: no defect is lost, and no number of ranks."""
 
 from pathlib import Path
 
