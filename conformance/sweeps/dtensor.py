@@ -3,7 +3,7 @@
 Numbers are small integers, so that sums are exact in any order; some dimensions can be sharded evenly and some cannot.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments.flattened_mesh import flattened
 from conformance.run.experiment import Needs
 from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import (
@@ -32,8 +33,22 @@ from conformance.sweeps.trials import End, Swept, Trials
 _TENSORS = (((8, 4), torch.float32), ((5, 3), torch.float32), ((1, 7), torch.float16), ((2, 3, 5), torch.bfloat16))
 """Shapes and dtypes of tensors to redistribute."""
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
-_STRIDED_TENSORS = {"even rows": (8, 4), "uneven rows": (5, 3)}
-"""Shapes of tensors to redistribute from and to strided shards."""
+_SHAPES = {"even rows": (8, 8), "uneven rows": (5, 3)}
+"""Shapes of tensors to redistribute on two dimensions of a mesh."""
+_TO_MERGE: tuple[Layout, ...] = (
+    (Shard(0), Shard(0)),
+    (Shard(1), Shard(1)),
+    (Partial(), Partial()),
+    (Partial("avg"), Partial("avg")),
+    (Partial("avg"), Partial()),
+    (Shard(0), Shard(1)),
+)
+_PAIRS_TO_MERGE = [
+    (source, target)
+    for source, target in product(_TO_MERGE, ((Replicate(), Replicate()), *_TO_MERGE))
+    if source != target and Partial() not in target and Partial("avg") not in target
+]
+"""Pairs of layouts whose redistribution may be one collective over both dimensions, and others beside them."""
 
 
 class Redistribution(msgspec.Struct):
@@ -94,24 +109,33 @@ def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layo
 
 
 @experiment(needs=Needs.SHARDING, takes_share=True)
-def redistribute_strided(rank: RankWorld) -> Swept:
-    """Redistribute from and to layouts with the strided shards that FSDP makes of rows of tensor parallelism.
+def redistribute_weights(rank: RankWorld) -> Swept:
+    """Redistribute from and to layouts with strided shards, and over dimensions that are flattened into one.
 
-    On a mesh of data parallelism over tensor parallelism. Full tensors and gradients are asked for only where all ranks
-    have the right shards: ranks with shards of other shapes send what no rank expects, upon which gloo ends a process.
+    FSDP makes strided shards of rows of tensor parallelism: on a mesh of data parallelism over tensor parallelism. Full
+    tensors and gradients are asked for only where all ranks have the right shards: ranks with shards of other shapes
+    send what no rank expects, upon which gloo ends a process.
     """
     trials = Trials(rank.mesh)
-    pairs = [*_pairs_of_strided_layouts(trials.mesh, strided_rows(rank.mesh)[0])]
-    samples = [(kind, source, target) for kind in _STRIDED_TENSORS for source, target in pairs]
-    for kind, source, target in share_on(rank, samples, lambda sample: [sample[0]]):
-        shape = _STRIDED_TENSORS[kind]
+    strided = [*_pairs_of_strided_layouts(trials.mesh, strided_rows(rank.mesh)[0])]
+    samples = [(kind, *pair) for pairs in (strided, _PAIRS_TO_MERGE) for kind in _SHAPES for pair in pairs]
+    for kind, source, target in share_on(rank, samples, _kinds):
+        shape, is_merged = _SHAPES[kind], (source, target) in _PAIRS_TO_MERGE
         plain, weights = (_numbers(trials.mesh, shape, seed=seed) for seed in (0, 1))
         subject, case = f"{spelled(source)} to {spelled(target)}", f"{shape}"
-        call = partial(_strided_shards, plain, source, target)
-        if trials.attempt(subject, kind, case, call, may_refuse=False) is End.RIGHT:
-            call = partial(_strided_gradients, plain, weights, source, target)
+        kind += ", flattened" if is_merged else ""
+        call = partial(_redistributed_shards, plain, source, target, is_merged)
+        is_right = trials.attempt(subject, kind, case, call, may_refuse=False) is End.RIGHT
+        if is_right and Partial("avg") not in source:
+            call = partial(_redistributed_gradients, plain, weights, source, target)
             trials.attempt(subject, kind, case, call, may_refuse=False)
     return trials.swept
+
+
+def _kinds(sample: tuple[str, Layout, Layout]) -> list[Hashable]:
+    """Return the kinds of a redistribution, of each of which a share has one: its shape, and what may be merged."""
+    kind, *pair = sample
+    return [kind, *pair[:1]] if tuple(pair) in _PAIRS_TO_MERGE else [kind]
 
 
 def _pairs_of_strided_layouts(mesh: DeviceMesh, strided: Placement) -> Iterator[tuple[Layout, Layout]]:
@@ -124,13 +148,17 @@ def _pairs_of_strided_layouts(mesh: DeviceMesh, strided: Placement) -> Iterator[
             yield source, target
 
 
-def _strided_shards(plain: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> dict[str, str]:
+def _redistributed_shards(
+    plain: Tensor, source: Layout, target: Layout, is_merged: bool, mesh: DeviceMesh
+) -> dict[str, str]:
+    if is_merged:
+        flattened(mesh)
     result = distributed(plain, mesh, source).redistribute(placements=target)
     text = difference(result.to_local(), shard_of(plain, mesh, target), bound=0.0)
     return {"shard": text} if text else {}
 
 
-def _strided_gradients(
+def _redistributed_gradients(
     plain: Tensor, weights: Tensor, source: Layout, target: Layout, mesh: DeviceMesh
 ) -> dict[str, str]:
     given = distributed(plain, mesh, source)

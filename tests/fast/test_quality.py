@@ -48,6 +48,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
     "conformance/instruments/fake_tensors.py": "fake tensors have no public name; an error names them if they are gone",
     "conformance/instruments/collectives.py": "functional collectives name their group",
+    "conformance/instruments/flattened_mesh.py": "no public name flattens a mesh; an error names it if it is gone",
     "conformance/instruments/held_storages.py": "nothing public tells whether a storage is alive without keeping it so",
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
     "conformance/instruments/ring_attention.py": "its options have no public name; an error names them if gone",

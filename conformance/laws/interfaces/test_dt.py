@@ -6,7 +6,7 @@ from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as record
 from conformance.plan.cells import Cell
-from conformance.sweeps.dtensor import operate, redistribute, redistribute_strided
+from conformance.sweeps.dtensor import operate, redistribute, redistribute_weights
 from conformance.sweeps.dtensor_interface import sweep as interface_sweep
 from conformance.sweeps.operator_sweep import sweep
 
@@ -89,9 +89,11 @@ def test_dtensor_options_do_not_disturb_each_other(measure: Measure, cell: Cell)
     substrates=("gloo",),  # as for DT-3
 )
 def test_layouts_of_sharded_tensor_parallel_weights_keep_the_tensor(measure: Measure, cell: Cell) -> None:
-    """`DTensor.redistribute` from and to the layouts of a weight that FSDP shards over tensor parallelism MUST give
-    each rank exactly the target shard, and preserve `full_tensor()` and gradients, for even and uneven shards.
+    """`DTensor.redistribute` from and to the layouts of a weight that FSDP shards over tensor parallelism, and between
+    others on a mesh whose dimensions are flattened, MUST give each rank exactly the target shard, and preserve
+    `full_tensor()` and gradients, for even and uneven shards.
 
-    Among them are those of such a weight that is gathered, or sharded by columns, over tensor parallelism alone.
+    Among them are those of such a weight that is gathered, or sharded by columns, over tensor parallelism alone. On a
+    flattened mesh DTensor merges collectives over its dimensions.
     """
-    require_no_wrong_result(measure(redistribute_strided, cell), unit="redistributions")
+    require_no_wrong_result(measure(redistribute_weights, cell), unit="redistributions")
