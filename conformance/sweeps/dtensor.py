@@ -133,7 +133,7 @@ def redistribute_weights(rank: RankWorld) -> Swept:
 
 
 def _kinds(sample: tuple[str, Layout, Layout]) -> list[Hashable]:
-    """Return the kinds of a redistribution, of each of which a share has one: its shape, and what may be merged."""
+    """Return the kinds of a redistribution, of each of which a share has one: its shape, and a source to merge."""
     kind, *pair = sample
     return [kind, *pair[:1]] if tuple(pair) in _PAIRS_TO_MERGE else [kind]
 
