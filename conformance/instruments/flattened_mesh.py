@@ -10,6 +10,6 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     (https://github.com/pytorch/pytorch/pull/174630). Raises RuntimeError for a torch without that name.
     """
     if not hasattr(mesh, "_flatten"):
-        raise RuntimeError("this torch has no DeviceMesh._flatten: leave out the samples on flattened meshes")
+        raise RuntimeError("this torch has no DeviceMesh._flatten, with which DT-5 flattens meshes")
     mesh._flatten()
     return mesh

@@ -93,9 +93,9 @@ class Profile(_Entry, frozen=True, kw_only=True):
     """Share of the samples of each sweep that the profile tries; more where a kind of sample needs one, see
     `conformance.sweeps.drawing`."""
     own_runs: Literal["all", "new"] = "all"
-    """Where laws judge that need more runs than the training of a cell: on `all` cells on which they hold, or where
-    such a run shows a `new` fault, one that no law of the profile shows on this cell or one before it. matrix.lock has
-    the cells without one."""
+    """Where laws judge that need a further run of a cell: on `all` cells on which they hold, or only where such a run
+    shows a `new` fault, which neither the training of a cell nor a further run before it shows, and once on each number
+    of ranks. matrix.lock names the laws that are left out of each cell."""
     requires_devices: Annotated[int, Meta(ge=0)] = 0
     """Number of CUDA devices without which no case of the profile is run."""
     allows: list[Literal["waived", "unsupported"]] = msgspec.field(default_factory=lambda: ["waived", "unsupported"])
