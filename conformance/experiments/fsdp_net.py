@@ -7,7 +7,7 @@ exact, too: bf16 has all integers up to 256, and sums over ranks are in fp32 or 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,11 @@ def try_all(rank: RankWorld, uses: Mapping[str, Callable[[DataParallel], Wrong]]
     policy = replace(mixed_precision_policy(rank.config.precision), cast_forward_inputs=True)
     world = DataParallel(fsdp_mesh(rank.mesh), rank.device, dp_rank(rank.mesh), policy)
     return {name: use(world) for name, use in uses.items()}
+
+
+def fsdp_module(module: nn.Module) -> FSDPModule:
+    """Return the module as an FSDPModule, which `fully_shard` has made of it."""
+    return cast("FSDPModule", module)
 
 
 def fsdp_modules(net: nn.Module) -> list[FSDPModule]:

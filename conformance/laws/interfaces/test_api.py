@@ -3,8 +3,9 @@
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.sweeps import require_no_wrong_result
-from conformance.experiments.fsdp_interface import use_methods, use_options
+from conformance.experiments.fsdp_methods import use_methods
 from conformance.experiments.fsdp_net import Wrong
+from conformance.experiments.fsdp_options import use_options
 from conformance.judge.law import law
 from conformance.plan.cells import Cell
 from conformance.sweeps.options import sweep
