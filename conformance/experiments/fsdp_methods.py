@@ -171,9 +171,11 @@ def _stopped_in_backward_and_reset(world: DataParallel) -> Wrong:
     return _stopped_and_reset(world, lambda net: net.first.register_forward_hook(_stop_backward))
 
 
-def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandle]) -> Wrong:
-    """Stop on all ranks, then reset; training after that is right."""
-    net = world.net()
+def _stopped_and_reset(
+    world: DataParallel, stop: Callable[[Net], RemovableHandle], changed: Net | None = None
+) -> Wrong:
+    """Stop on all ranks, then reset; training after that is right, of a new net or of one with changed options."""
+    net = changed or world.net()
     handle = stop(net)
     with suppress(_Stopped):
         world.backward(net)
@@ -196,6 +198,13 @@ def _reset_in_a_gather(world: DataParallel) -> Wrong:
     net = world.backward(world.net())
     fsdp_module(net.first).unshard(async_op=True)
     return _wrong_after_reset(world, net)
+
+
+def _reset_after_a_prefetch(world: DataParallel) -> Wrong:
+    """Stop in the first layer's forward, which has prefetched the second one."""
+    net = world.net()
+    fsdp_module(net.first).set_modules_to_forward_prefetch([fsdp_module(net.second)])
+    return _stopped_and_reset(world, lambda net: net.first.register_forward_hook(_stop), net)
 
 
 def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
@@ -232,6 +241,7 @@ _METHODS = {
     "reset_iter_state() in backward": _stopped_in_backward_and_reset,
     "reset_iter_state() between micro-batches": _reset_between_micro_batches,
     "reset_iter_state() while parameters are gathered": _reset_in_a_gather,
+    "reset_iter_state() after a prefetch": _reset_after_a_prefetch,
     "set_post_optim_event": _after_an_event,
     "set_unshard_in_backward(False)": _sharded_in_backward,
 }

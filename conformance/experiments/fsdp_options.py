@@ -3,14 +3,16 @@
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp  # for `share_comm_ctx`, which torch has from 2.10 on
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.fsdp_dimensions import name_dimensions
-from conformance.experiments.fsdp_extension import TwoDtypeTensor
+from conformance.experiments.fsdp_extension import TwoDtypeTensor, placed_on
 from conformance.experiments.fsdp_net import (
     INNER,
     SAMPLES,
@@ -236,12 +238,12 @@ def _with_a_module_that_watches(world: DataParallel) -> Wrong:
 
 
 def _with_a_shared_module(world: DataParallel) -> Wrong:
-    """Shard a module that has one of its layers under two names, and one buffer in two layers."""
+    """Shard a module that has one of its layers under two names, and one buffer beside its own."""
     net = Net().to(world.device)
     net.add_module("again", net.spare)
     steps = torch.ones(1, device=world.device)
-    for layer in (net.spare, net.second):
-        layer.register_buffer("steps", steps)
+    for module in (net.spare, net):
+        module.register_buffer("steps", steps)
     world.shard(net)
     net(world.own, with_spare=True).sum().backward()
     single = Net().to(world.device)
@@ -250,14 +252,83 @@ def _with_a_shared_module(world: DataParallel) -> Wrong:
     return wrong | world.wrong(net, world.expected(single))
 
 
-def _in_inference_mode_between_steps(world: DataParallel) -> Wrong:
-    """Evaluate in inference mode after a step, and before the next one."""
-    net = world.backward(world.net())
-    net.zero_grad()
-    single = Net().to(world.device)
+def _in_inference_mode(world: DataParallel) -> Wrong:
+    """Evaluate in inference mode, with a net that trains before and after it, and with one that never does."""
+    nets = world.backward(world.net()), world.net()
+    nets[0].zero_grad()
+    plain = Net().to(world.device, world.policy.param_dtype)
+    wrong: Wrong = {}
     with torch.inference_mode():
-        wrong = {"outputs": int((net(world.own) != single(world.own)).sum())}
-    return wrong | world.wrong(world.backward(net))
+        expected = plain(world.own.to(world.policy.param_dtype))
+        for index, net in enumerate(nets):
+            wrong[f"outputs {index}"] = int((net(world.own) != expected).sum())
+    return wrong | world.wrong(world.backward(nets[0]))
+
+
+def _in_inference_mode_before_the_first_step(world: DataParallel) -> Wrong:
+    net = world.net()
+    with torch.inference_mode():
+        net(world.own)
+    try:
+        world.backward(net)
+    except RuntimeError:
+        return {"training refused": 1}
+    return world.wrong(net)
+
+
+class _Chunked(nn.Module):
+    """Net whose last layer is called for one chunk of samples after the other, each with its own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.middle, self.head = nn.Linear(WIDTH, INNER), nn.Linear(INNER, INNER), nn.Linear(INNER, WIDTH)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-2, 3, parameter.shape, generator=generator).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute all but the last layer."""
+        out: Tensor = self.middle(self.trunk(x).relu())
+        return out
+
+    def backward(self, x: Tensor) -> None:
+        """Compute gradients of the summed outputs for samples, of which each chunk has two."""
+        out = self(x)
+        leaf = out.detach().requires_grad_()
+        for chunk in leaf.split(2):
+            self.head(chunk).sum().backward()
+        out.backward(leaf.grad)
+
+
+def _in_chunks(world: DataParallel) -> Wrong:
+    """Call one layer of a group that has two, for chunks of samples; in fp32, whatever the policy."""
+    nets = _Chunked().to(world.device), _Chunked().to(world.device)
+    fully_shard(nets[0].trunk, mesh=world.mesh)
+    fully_shard([nets[0].middle, nets[0].head], mesh=world.mesh)
+    fully_shard(nets[0], mesh=world.mesh)
+    nets[0].backward(world.own)
+    nets[1].backward(world.samples.flatten(0, 1))
+    wrong: Wrong = {}
+    for (name, measured), single in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert measured.grad is not None
+        assert single.grad is not None
+        wrong[f"gradient of {name}"] = int((full(measured.grad) != single.grad / world.size).sum())
+    return wrong
+
+
+def _on_two_meshes(world: DataParallel) -> Wrong:
+    """Give the weights of both layers a mesh of their own, of all ranks, beside that of the biases."""
+    net = Net().to(world.device)
+    own = DeviceMesh.from_group(dist.new_group(), world.device.type)
+    for module in (net.first, net.second):
+        fully_shard(
+            module,
+            mesh=world.mesh,
+            mp_policy=world.policy,
+            shard_placement_fn=lambda p: placed_on(own, 0) if p.ndim > 1 else None,
+        )
+    fully_shard(net, mesh=world.mesh, mp_policy=world.policy)
+    return _wrong_in_two_passes(world, net)
 
 
 def _with_an_unused_prefetch(world: DataParallel) -> Wrong:
@@ -324,7 +395,10 @@ _RARE_OPTIONS = {
     "ignored_params of a module": _with_an_ignored_module,
     "fully_shard of a module with __setattr__": _with_a_module_that_watches,
     "fully_shard of a module with two names": _with_a_shared_module,
-    "inference_mode between steps": _in_inference_mode_between_steps,
+    "inference_mode": _in_inference_mode,
+    "inference_mode before the first step": _in_inference_mode_before_the_first_step,
+    "fully_shard of two modules, one called in chunks": _in_chunks,
+    "shard_placement_fn with meshes": _on_two_meshes,
     "set_modules_to_backward_prefetch of an unused module": _with_an_unused_prefetch,
     "dp_mesh_dims": _with_named_dimensions,
     "dp_mesh_dims, shards apart": _with_named_dimensions_apart,
