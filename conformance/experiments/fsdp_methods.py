@@ -15,6 +15,7 @@ from conformance.experiments.fsdp_net import (
     DataParallel,
     Net,
     Wrong,
+    double,
     fsdp_module,
     fsdp_modules,
     sharded_parameters,
@@ -133,10 +134,7 @@ def _after_an_event(world: DataParallel) -> Wrong:
     """
     nets = world.backward(world.net()), Net().to(world.device)
     for net in nets:
-        net.zero_grad()
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.mul_(2)
+        double(net)
     event = torch.get_device_module(world.device).current_stream().record_event()
     fsdp_module(nets[0]).set_post_optim_event(event)
     return world.wrong(world.backward(nets[0]), world.expected(nets[1]))
@@ -208,10 +206,13 @@ def _reset_after_a_prefetch(world: DataParallel) -> Wrong:
 
 
 def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
+    """Reset, and train a step with other weights."""
     fsdp_module(net).reset_iter_state()
-    net.zero_grad()
     wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
-    return wrong | world.wrong(world.backward(net))
+    single = Net().to(world.device)
+    for changed in (net, single):
+        double(changed)
+    return wrong | world.wrong(world.backward(net), world.expected(single))
 
 
 def _sharded_in_backward(world: DataParallel) -> Wrong:

@@ -127,6 +127,14 @@ def fsdp_modules(net: nn.Module) -> list[FSDPModule]:
     return [module for module in net.modules() if isinstance(module, FSDPModule)]
 
 
+def double(net: nn.Module) -> None:
+    """Double all parameters and drop their gradients, as a step that shows which weights a later one has gathered."""
+    net.zero_grad()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(2)
+
+
 def sharded_parameters(module: nn.Module) -> int:
     """Count the parameters that are sharded now."""
     return sum(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -20,6 +20,8 @@ from conformance.experiments.fsdp_net import (
     DataParallel,
     Net,
     Wrong,
+    double,
+    fsdp_module,
     sharded_parameters,
     try_all,
 )
@@ -332,17 +334,20 @@ def _on_two_meshes(world: DataParallel) -> Wrong:
 
 
 def _with_an_unused_prefetch(world: DataParallel) -> Wrong:
-    """Prefetch in backward a layer that forward has not used: it is sharded again, and a later step may use it."""
-    net = Net().to(world.device)
-    fully_shard(net.spare, mesh=world.mesh, mp_policy=world.policy)
-    world.shard(net)
-    cast("FSDPModule", net.second).set_modules_to_backward_prefetch([cast("FSDPModule", net.spare)])
-    wrong = {f"unused, {what}": n for what, n in world.wrong(world.backward(net)).items()}
-    net.zero_grad()
-    net(world.own, with_spare=True).sum().backward()
-    single = Net().to(world.device)
-    single.spare(world.samples.flatten(0, 1)).sum().backward()
-    return wrong | world.wrong(net, world.expected(single))
+    """Prefetch in backward a layer that forward has not used: after a step it is gathered anew."""
+    nets = Net().to(world.device), Net().to(world.device)
+    fully_shard(nets[0].spare, mesh=world.mesh, mp_policy=world.policy)
+    world.shard(nets[0])
+    fsdp_module(nets[0].second).set_modules_to_backward_prefetch([fsdp_module(nets[0].spare)])
+    wrong = {f"unused, {what}": n for what, n in world.wrong(world.backward(nets[0])).items()}
+    for net in nets:
+        double(net)
+    out: list[Tensor] = []
+    nets[0].spare.register_forward_hook(lambda _module, _inputs, output: out.append(output.detach().float()))
+    nets[0](world.own, with_spare=True).sum().backward()
+    wrong["outputs"] = int((out[0] != nets[1].spare(world.own)).sum())
+    nets[1].spare(world.samples.flatten(0, 1)).sum().backward()
+    return wrong | world.wrong(nets[0], world.expected(nets[1]))
 
 
 def _with_named_dimensions(world: DataParallel) -> Wrong:
