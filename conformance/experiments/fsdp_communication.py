@@ -51,7 +51,7 @@ def _with_a_hook_on_reduced_gradients(world: DataParallel) -> Wrong:
 
 
 def _with_a_hook_on_a_stream(world: DataParallel) -> Wrong:
-    """Run the hook on a stream of its own, which torch refuses where replicas have one already."""
+    """Run the hook on a further stream, which torch refuses where replicas have one already."""
     stream = torch.get_device_module(world.device).Stream()
     net = world.net()
     try:
@@ -165,7 +165,7 @@ def _with_more_input_buffers_after_a_step(world: DataParallel) -> Wrong:
 
 
 def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
-    """Reduce in a group of its own: of the root alone, then of all modules, then of none."""
+    """Reduce in a further group: gradients of the root alone, then of all modules, then of none."""
     net = world.net()
     gather, reduce = _use_collectives(net)
     calls: Mapping[str, Callable[[FSDPModule], None]] = {

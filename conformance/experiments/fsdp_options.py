@@ -220,7 +220,7 @@ def _with_an_ignored_module(world: DataParallel) -> Wrong:
 
 
 class _Watched(nn.Linear):
-    """Layer that notes the names of what is set on it."""
+    """Layer that notes the names of attributes that are set on it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.setdefault("set", set()).add(name)
@@ -228,7 +228,7 @@ class _Watched(nn.Linear):
 
 
 def _with_a_module_that_watches(world: DataParallel) -> Wrong:
-    """Shard a layer with a `__setattr__` of its own, which all changes of its parameters have to go through."""
+    """Shard a layer that overrides `__setattr__`, through which all changes of its parameters have to go."""
     net = Net().to(world.device)
     watched = _Watched(WIDTH, INNER, device=world.device)
     watched.load_state_dict(net.first.state_dict())
@@ -303,7 +303,7 @@ class _Chunked(nn.Module):
 
 
 def _in_chunks(world: DataParallel) -> Wrong:
-    """Call one layer of a group that has two, for chunks of samples; in fp32, whatever the policy."""
+    """Call one layer of a group that has two, for chunks of samples; in fp32 under any policy."""
     nets = _Chunked().to(world.device), _Chunked().to(world.device)
     fully_shard(nets[0].trunk, mesh=world.mesh)
     fully_shard([nets[0].middle, nets[0].head], mesh=world.mesh)
@@ -319,7 +319,7 @@ def _in_chunks(world: DataParallel) -> Wrong:
 
 
 def _on_two_meshes(world: DataParallel) -> Wrong:
-    """Give the weights of both layers a mesh of their own, of all ranks, beside that of the biases."""
+    """Give the weights of both layers another mesh of all ranks than the biases."""
     net = Net().to(world.device)
     own = DeviceMesh.from_group(dist.new_group(), world.device.type)
     for module in (net.first, net.second):
@@ -334,7 +334,7 @@ def _on_two_meshes(world: DataParallel) -> Wrong:
 
 
 def _with_an_unused_prefetch(world: DataParallel) -> Wrong:
-    """Prefetch in backward a layer that forward has not used: after a step it is gathered anew."""
+    """Prefetch in backward a layer that forward has not used: after a step it is gathered again."""
     nets = Net().to(world.device), Net().to(world.device)
     fully_shard(nets[0].spare, mesh=world.mesh, mp_policy=world.policy)
     world.shard(nets[0])
