@@ -1,7 +1,7 @@
 """Courses of LBFGS: many iterations in a step, and searches along lines that bracket a point and close in on it.
 
-DTensors must take the course of plain tensors: as many iterations and evaluations, to the same parameters. A search with
-the conditions of Wolfe never ends a step with a larger loss, and a quadratic loss ends in its minimum.
+DTensors must take the course of plain tensors: as many iterations and evaluations, to the same parameters. A search
+with the conditions of Wolfe never ends a step with a larger loss, and a quadratic loss ends in its minimum.
 """
 
 import itertools
