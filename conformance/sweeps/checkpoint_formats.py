@@ -31,7 +31,11 @@ from reference_trainer.mesh import fsdp_mesh
 
 TIMES = 2
 AXES: Mapping[str, tuple[Any, ...]] = {
-    "format": ("safetensors", "safetensors of two files", "torch.save", "from torch.save", "broadcast"),
+    "format": (
+        *("safetensors", "safetensors of two files", "safetensors of others", "torch.save", "from torch.save"),
+        "broadcast",
+    ),
+    "reader gets": ("its path at once", "another path later"),
     "saved by": ("save", "async_save"),
     "save_distributed": (True, False),
     "enable_consolidation": (False, True),
@@ -44,6 +48,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 }
 """Values of each option; the first is the default."""
 _SAFETENSORS = ("safetensors", "safetensors of two files")
+_READ_AS_SAFETENSORS = (*_SAFETENSORS, "safetensors of others")
 RULES = (
     *needs(
         AXES,
@@ -52,8 +57,9 @@ RULES = (
         ("enable_consolidation", "format", *_SAFETENSORS),
         ("thread_count", "format", *_SAFETENSORS),
         ("thread_count_consolidation", "format", *_SAFETENSORS),
-        ("reader's thread_count", "format", *_SAFETENSORS),
-        ("state", "format", *(kind for kind in AXES["format"] if kind not in _SAFETENSORS)),
+        ("reader's thread_count", "format", *_READ_AS_SAFETENSORS),
+        ("state", "format", *(kind for kind in AXES["format"] if kind not in _READ_AS_SAFETENSORS)),
+        ("reader gets", "format", "broadcast"),
         ("enable_consolidation", "save_distributed", True),
         ("thread_count_consolidation", "enable_consolidation", True),
         # Rank 0 alone saves full tensors.
@@ -68,7 +74,15 @@ _LAYOUTS: Mapping[str, Layout | None] = {
     "replicas": (Replicate(),),
     "plain": None,
 }
-_SHAPES = {"even": (8, 4), "uneven": (5, 7), "few": (1, 3), "vector": (6,), "long": (70, 40)}
+_SHAPES = {
+    "even": (8, 4),
+    "uneven": (5, 7),
+    "few": (1, 3),
+    "vector": (6,),
+    "long": (70, 40),
+    "images": (6, 4, 3),
+    "volumes": (2, 4, 3, 2),
+}
 _DTYPES = {"vector": torch.bfloat16, "few": torch.float64}
 
 
@@ -117,12 +131,21 @@ class Case:
             save(self._nested(state), checkpoint_id=self._folder(time), process_group=self._group)
             if dist.get_rank() == 0:
                 dcp_to_torch_save(self._folder(time), self._folder(time) / "state.pt")
+        elif kind == "safetensors of others":
+            self._save_as_others(time)
         elif dist.get_rank() == 0:
             self._folder(time).mkdir(parents=True)
             torch.save(self._nested(full_tensors(time)), self._folder(time) / "state.pt")
             if kind == "from torch.save":
                 torch_save_to_dcp(self._folder(time) / "state.pt", self._folder(time))
         dist.barrier(self._group)
+
+    def _save_as_others(self, time: int) -> None:
+        """Save full tensors as programs do that know nothing of shards."""
+        if dist.get_rank() == 0:
+            self._folder(time).mkdir(parents=True)
+            file = importlib.import_module("safetensors.torch")
+            file.save_file(full_tensors(time), self._folder(time) / "model.safetensors")
 
     def _save_safetensors(self, state: dict[str, Tensor], time: int) -> None:
         names = ("save_distributed", "enable_consolidation", "thread_count", "thread_count_consolidation")
@@ -156,13 +179,21 @@ class Case:
             case "from torch.save":
                 load(nested, checkpoint_id=self._folder(time), process_group=self._group)
             case "broadcast":
-                reader = BroadcastingTorchSaveReader(file)
-                load(nested, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=self._group)
+                self._broadcast(nested, file)
             case _:
                 threads = self._options["reader's thread_count"]
                 reader_of_files = _hf_storage().HuggingFaceStorageReader(str(self._folder(time)), thread_count=threads)
                 load(nested, storage_reader=reader_of_files, process_group=self._group)
         return cast("dict[str, Tensor]", nested["model"] if self._options["state"] == "nested" else nested)
+
+    def _broadcast(self, state: dict[str, Any], file: Path) -> None:
+        """Load a file that rank 0 reads; raises ValueError if the reader takes a folder for such a file."""
+        is_late = self._options["reader gets"] == "another path later"
+        reader = BroadcastingTorchSaveReader(file.with_name("none.pt") if is_late else file)
+        if not reader.validate_checkpoint_id(file) or reader.validate_checkpoint_id(file.parent):
+            raise ValueError(f"{file}: a reader of such files takes no file, or a folder")
+        later = {"checkpoint_id": file} if is_late else {}
+        load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=self._group, **later)
 
 
 def _hf_storage() -> ModuleType:

@@ -123,13 +123,31 @@ SUSPECTS: tuple[Options, ...] = (
         for functions in ("one by one", "together")
     ),
     # findings/state_of_submodule_without_frozen_parameters.py
-    {
-        "ignore_frozen_params": True,
-        "strict": False,
-        "functions": "model alone",
-        "submodules": True,
-        "frozen": True,
-    },
+    *(
+        {
+            "ignore_frozen_params": True,
+            "strict": False,
+            "functions": functions,
+            "submodules": True,
+            "frozen": True,
+        }
+        for functions in AXES["functions"]
+    ),
+    # findings/module_of_two_names.py
+    {"full_state_dict": True, "tied": "modules"},
+    {"compiled": True, "tied": "modules"},
+    # findings/full_state_of_a_parameter_without_state.py
+    *(
+        {"full_state_dict": True, "strict": False, "functions": functions, "unused": unused}
+        for functions in ("one by one", "together")
+        for unused in ("by the source", "by the target")
+    ),
+    # findings/flattened_state_of_a_parameter_without_state.py
+    *(
+        {"flatten_optimizer_state_dict": True, "strict": False, "functions": functions, "unused": unused}
+        for functions in ("one by one", "together")
+        for unused in ("by the source", "by the target")
+    ),
     # findings/tied_weights_loaded_into_meta_model.py
     {"full_state_dict": True, "functions": "model alone", "tied": True, "into": "a model on meta"},
 )

@@ -148,8 +148,8 @@ RULES: tuple[Rule, ...] = (
     # One process alone loads full tensors, or its own shards.
     forbids("loaded by", "into", "no_dist", when=lambda api, into, own: api in _ALONE and into != _FOR_ONE[own]),
 )
-_COPYING_STORAGES = ("none", "default", "async staging", "shared memory")
-"""Stagers that make copies of storages; the first stands for the default one."""
+_COPYING_STORAGES = ("default", "async staging", "shared memory")
+"""Stagers that make copies of storages; a writer that is given makes copies of tensors, unless there is a stager."""
 REFUSALS: tuple[Options, ...] = (
     # Pinned memory, which needs an accelerator.
     {"saved by": "async_save", "cache_staged_state_dict": True},
@@ -162,6 +162,7 @@ SUSPECTS: tuple[Options, ...] = (
     {"state": "flat", "flatten_state_dict": False, "flatten_sharded_tensors": True},
     # findings/async_save_of_conjugates.py
     *({"saved by": "async_save", "conjugates": True, "stager": stager} for stager in _COPYING_STORAGES),
+    *({"saved by": "async_save", "conjugates": True, "stager": "none", "writer": writer} for writer in _FOUND),
     # findings/plan_cache_keeps_dtypes.py
     {"enable_plan_caching": True, "change": "another dtype", "loaded by": "dcp_to_torch_save", "into": "plain tensors"},
 )
