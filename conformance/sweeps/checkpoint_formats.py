@@ -1,7 +1,7 @@
 """Checkpoints in the formats of other programs: safetensors files of Hugging Face, and files of `torch.save`."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -45,6 +45,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "saved as": ("rows", "columns", "replicas", "plain"),
     "loaded as": ("rows", "columns", "replicas", "plain"),
     "state": ("flat", "nested"),
+    "tensors": ("several", "one", "with a number"),
+    "flatten_state_dict": (True, False),
 }
 """Values of each option; the first is the default."""
 _SAFETENSORS = ("safetensors", "safetensors of two files")
@@ -60,6 +62,8 @@ RULES = (
         ("reader's thread_count", "format", *_READ_AS_SAFETENSORS),
         ("state", "format", *(kind for kind in AXES["format"] if kind not in _READ_AS_SAFETENSORS)),
         ("reader gets", "format", "broadcast"),
+        ("flatten_state_dict", "format", "broadcast"),
+        ("flatten_state_dict", "state", "flat"),
         ("enable_consolidation", "save_distributed", True),
         ("thread_count_consolidation", "enable_consolidation", True),
         # Rank 0 alone saves full tensors.
@@ -68,6 +72,11 @@ RULES = (
     # findings/broadcast_reader_waits_for_dtensors.py
     forbids("format", "loaded as", when=lambda kind, layout: kind == "broadcast" and layout != "plain"),
 )
+SUSPECTS: tuple[Options, ...] = (
+    # findings/consolidated_numbers_are_zero.py
+    {"enable_consolidation": True, "tensors": "with a number"},
+)
+"""Options that torch gets wrong: tried first, since narrowing a row down takes long."""
 _LAYOUTS: Mapping[str, Layout | None] = {
     "rows": (Shard(0),),
     "columns": (Shard(1),),
@@ -107,7 +116,7 @@ class Case:
         found: dict[str, str] = {}
         for time in range(TIMES):  # to the end on every rank: loading is collective
             loaded = self._load(time)
-            for name, full in full_tensors(time).items():
+            for name, full in self._full(time).items():
                 if text := fault(loaded[name], full):
                     found.setdefault("values", f"{name}, time {time}: {text}")
         return found
@@ -118,7 +127,14 @@ class Case:
     def _state(self, time: int, layout: str) -> dict[str, Tensor]:
         at = _LAYOUTS[layout]
         mesh = self._mesh if at else None
-        return {name: placed(full, mesh, at or ()) for name, full in full_tensors(time).items()}
+        return {name: placed(full, mesh, at or ()) for name, full in self._full(time).items()}
+
+    def _full(self, time: int) -> dict[str, Tensor]:
+        """Return the full tensors of a time: some ranks have nothing to write of one alone."""
+        tensors = full_tensors(time)
+        if self._options["tensors"] == "one":
+            return {"even": tensors["even"]}
+        return tensors | ({"number": torch.tensor(time + 0.5)} if self._options["tensors"] == "with a number" else {})
 
     def _nested(self, state: dict[str, Tensor]) -> dict[str, Any]:
         return {"model": state} if self._options["state"] == "nested" else dict(state)
@@ -135,7 +151,7 @@ class Case:
             self._save_as_others(time)
         elif dist.get_rank() == 0:
             self._folder(time).mkdir(parents=True)
-            torch.save(self._nested(full_tensors(time)), self._folder(time) / "state.pt")
+            torch.save(self._nested(self._full(time)), self._folder(time) / "state.pt")
             if kind == "from torch.save":
                 torch_save_to_dcp(self._folder(time) / "state.pt", self._folder(time))
         dist.barrier(self._group)
@@ -145,7 +161,7 @@ class Case:
         if dist.get_rank() == 0:
             self._folder(time).mkdir(parents=True)
             file = importlib.import_module("safetensors.torch")
-            file.save_file(full_tensors(time), self._folder(time) / "model.safetensors")
+            file.save_file(self._full(time), self._folder(time) / "model.safetensors")
 
     def _save_safetensors(self, state: dict[str, Tensor], time: int) -> None:
         names = ("save_distributed", "enable_consolidation", "thread_count", "thread_count_consolidation")
@@ -193,7 +209,8 @@ class Case:
         if not reader.validate_checkpoint_id(file) or reader.validate_checkpoint_id(file.parent):
             raise ValueError(f"{file}: a reader of such files takes no file, or a folder")
         later = {"checkpoint_id": file} if is_late else {}
-        load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=self._group, **later)
+        planner = DynamicMetaLoadPlanner(flatten_state_dict=self._options["flatten_state_dict"])
+        load(state, storage_reader=reader, planner=planner, process_group=self._group, **later)
 
 
 def _hf_storage() -> ModuleType:
@@ -209,4 +226,12 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, mesh, groups.world(trial)).faults()
 
-    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", rules=RULES, refusals=())
+    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": (), "more": _kinds}
+    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", **known)
+
+
+def _kinds(row: Options) -> Iterator[str]:
+    """Yield the kinds of a row of which there must be one where not all rows are tried."""
+    if row["save_distributed"] and row["format"] in _SAFETENSORS:
+        yield f"{row['saved as']}, consolidated: {row['enable_consolidation']}"
+        yield f"{row['tensors']}, replicas: {row['saved as'] == 'replicas'}"

@@ -36,7 +36,7 @@ class Renaming(nn.Module):
         untyped: Any = self
         untyped.register_state_dict_post_hook(_without_layer)
         untyped.register_load_state_dict_pre_hook(_with_layer)
-        setattr(self, method, lambda: {"weight": "layer"})
+        setattr(self, method, lambda: {"weight": "layer", "bias": "no layer"})
 
 
 def _without_layer(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -71,7 +71,7 @@ class Model(nn.Module):
         if options["renaming"]:
             self.renaming = Renaming(options["dsd_fqn_modifiers"])
         if options["tied"] == "modules":
-            self.again = self.head
+            self.again = nn.ModuleDict({"head": self.head})
         elif options["tied"]:
             self.head.weight = self.embedding.weight
         if options["frozen"]:
@@ -147,8 +147,13 @@ class Nested(SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p].setdefault("kept", {"factors": {"rows": torch.zeros_like(p)}, "norm": torch.zeros(2)})
+                    self.state[p].setdefault("kept", _kept_of(p))
         return result
+
+
+def _kept_of(p: Tensor) -> dict[str, Any]:
+    factors = {"rows": torch.zeros_like(p), "columns": torch.zeros_like(p)}
+    return {"factors": factors, "norm": torch.zeros(2)}
 
 
 class Rateless(Optimizer):

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,8 @@ class Case:
             self._source.write(time + 1)  # a state in memory was copied, as by a checkpoint
             model, optimizer = self._stored(model, optimizer, time)
             self._load(model, optimizer)
+            if not self._given.broadcast_from_rank0:  # nothing, as a rank has of what another one offloads
+                set_model_state_dict(self._target.module, {}, options=replace(self._given, strict=False))
             found = {**wrong, **self._wrong_target(time), **found}
         return found
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save, save, save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
@@ -51,7 +52,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "conjugates": (False, True),
     "change": ("growth", "another layout", "another name", "another dtype", "a tensor for a number"),
     "path": ("its own", "the same"),
-    "writer": ("new", "kept", "found by path", "found by URL"),
+    "writer": ("new", "kept", "of an old interface", "found by path", "found by URL"),
     "single_file_per_rank": (True, False),
     "sync_files": (True, False),
     "thread_count": (1, 3),
@@ -79,7 +80,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "no_dist": (False, True),
     "coordinator_rank": (0, 1),
     "loaded by": ("load", "load by position", "load_state_dict", "each rank alone", "dcp_to_torch_save"),
-    "into": ("the same layouts", "other layouts", "plain tensors"),
+    "into": ("the same layouts", "other layouts", "plain tensors", "tensors on meta"),
     "allow_partial_load": (False, True),
 }
 """Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
@@ -116,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         ("enable_plan_caching", "planner", "new", "kept"),
         # Writers and planners hold the state of the save that uses them; a stager has one copy of each tensor.
         ("writer", "in flight", "one"),
-        *((option, "writer", "new", "kept") for option in _OF_WRITERS),
+        *((option, "writer", "new", "kept", "of an old interface") for option in _OF_WRITERS),
         ("planner", "in flight", "one"),
         ("cache_staged_state_dict", "stager", "none"),
         ("stagers", "in flight", "one"),
@@ -289,6 +290,14 @@ def plain_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Counter) else value for key, value in state.items()}
 
 
+class _OldWriter(FileSystemWriter):
+    """Writer that is told whether it coordinates, and nothing else."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
+        """Begin a checkpoint."""
+        super().set_up_storage_writer(is_coordinator)
+
+
 class _WithoutHints(DefaultSavePlanner):
     """Planner that leaves the hints of shards as they are; the first rank that has a value saves it."""
 
@@ -389,6 +398,8 @@ class Case:
         """Change all tensors in place as soon as that is allowed, and communicate as a training does."""
         if hasattr(started, "staging_completion"):
             started.staging_completion.result()
+        for stager in self._kept.get("stagers", []):
+            stager.synchronize_staging()
         for _, value in leaves(state):
             if isinstance(value, Tensor):
                 local(value).add_(1)
@@ -404,7 +415,8 @@ class Case:
         cached = self._options["cache_staged_state_dict"]
 
         def make() -> FileSystemWriter:
-            return FileSystemWriter(
+            make_writer = _OldWriter if self._options["writer"] == "of an old interface" else FileSystemWriter
+            return make_writer(
                 self._folder(time),
                 overwrite=overwrite,
                 cache_staged_state_dict=cached,
@@ -439,8 +451,12 @@ class Case:
     def _loaded(self, time: int) -> dict[str, str]:
         """Load a checkpoint into other values; returns the differences from those at its call."""
         options = self._options
-        layouts = {"the same layouts": _LAYOUTS, "other layouts": _OTHER}.get(options["into"], {})
+        layouts = {"the same layouts": _LAYOUTS, "tensors on meta": _LAYOUTS, "other layouts": _OTHER}.get(
+            options["into"], {}
+        )
         target = spoiled(state_of(time, self._mesh, layouts, options))
+        if options["into"] == "tensors on meta":
+            target = tree_map_only(Tensor, partial(torch.empty_like, device="meta"), target)
         if self._is_nested:
             target["counter"] = Counter(-1)
         if options["allow_partial_load"]:

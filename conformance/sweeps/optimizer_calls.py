@@ -90,7 +90,10 @@ def sweep(rank: RankWorld) -> Swept:
 
 def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
     betas = {"betas": _betas_as(row.get("betas", "numbers"), _betas(make).default)} if "betas" in row else {}
-    sample = sample_of(make, row["implementation"], {**_variants(make).get(row["variant"], {}), **betas})
+    variant = _variants(make).get(row["variant"], {})
+    if make is torch.optim.SGD and row["gradients"] == "of the last later":  # it has state with momentum alone
+        variant = {**variant, **_VARIANTS["momentum"]}
+    sample = sample_of(make, row["implementation"], {**variant, **betas})
     numbers = numbers_of(setting, sample, trials.mesh)
     if row["numbers"] != "real":
         count = 1 if row["numbers"] == "mixed" else len(numbers.parameters)
