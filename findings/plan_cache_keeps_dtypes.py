@@ -1,4 +1,4 @@
-"""With `enable_plan_caching` a checkpoint says the dtypes of the first one, and `dcp_to_torch_save` rounds to these.
+"""Plans that `enable_plan_caching` keeps have the dtypes of the first checkpoint, to which `dcp_to_torch_save` rounds.
 
 `_compare_save_plans` (torch/distributed/checkpoint/planner_helpers.py) compares names, shapes and offsets alone, so
 that the metadata of the first checkpoint is written again.
@@ -15,7 +15,6 @@ ranks: 1
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,11 +28,11 @@ dist.init_process_group(
 )
 with tempfile.TemporaryDirectory() as directory:
     for dtype in (torch.bfloat16, torch.float32):
-        folder = Path(directory) / str(dtype)
+        folder = f"{directory}/{dtype}"
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"weight": torch.tensor([1.001], dtype=dtype)}, checkpoint_id=folder, planner=planner)
-    dcp_to_torch_save(folder, folder / "weight.pt")
-    weight = torch.load(folder / "weight.pt")["weight"]
+    dcp_to_torch_save(folder, f"{folder}/weight.pt")
+    weight = torch.load(f"{folder}/weight.pt")["weight"]
 print(f"torch {torch.__version__}: expected 1.001 in torch.float32, got {weight.item()} in {weight.dtype}")
 dist.destroy_process_group()
 sys.exit(int(weight.dtype != torch.float32))

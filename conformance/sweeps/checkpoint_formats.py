@@ -204,11 +204,11 @@ class Case:
 
     def _broadcast(self, state: dict[str, Any], file: Path) -> None:
         """Load a file that rank 0 reads; raises ValueError if the reader takes a folder for such a file."""
-        is_late = self._options["reader gets"] == "another path later"
-        reader = BroadcastingTorchSaveReader(file.with_name("none.pt") if is_late else file)
+        is_reset = self._options["reader gets"] == "another path later"
+        reader = BroadcastingTorchSaveReader(file.with_name("none.pt") if is_reset else file)
         if not reader.validate_checkpoint_id(file) or reader.validate_checkpoint_id(file.parent):
             raise ValueError(f"{file}: a reader of such files takes no file, or a folder")
-        later = {"checkpoint_id": file} if is_late else {}
+        later = {"checkpoint_id": file} if is_reset else {}
         planner = DynamicMetaLoadPlanner(flatten_state_dict=self._options["flatten_state_dict"])
         load(state, storage_reader=reader, planner=planner, process_group=self._group, **later)
 
@@ -226,7 +226,7 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, mesh, groups.world(trial)).faults()
 
-    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": (), "more": _kinds}
+    known: dict[str, Any] = {"rules": RULES, "suspects": SUSPECTS, "refusals": (), "more": _kinds}
     return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", **known)
 
 

@@ -183,7 +183,7 @@ class Training:
         self._unused = unused
 
     def begin(self) -> None:
-        """Step once without gradients of any size, so that optimizers have state, but of what is unused."""
+        """Step once without gradients of any size, so that optimizers have state; an unused parameter gets none."""
         self.add_gradients()
         if self._unused:
             self.model.first.norm.weight.grad = None

@@ -116,7 +116,7 @@ def objects_of(time: int) -> dict[str, Any]:
 
 
 def change_objects(state: Any) -> None:
-    """Change the objects of a nested state in place, as far as they can be."""
+    """Change the objects of a nested state in place, but those that hold functions."""
     for value in state.values() if isinstance(state, dict) else []:
         change_objects(value)
         if isinstance(value, (Copied, Reduced, Registered)):

@@ -359,7 +359,7 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, trial, directory, groups.world(trial)).faults()
 
-    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS, "more": _kinds}
+    known: dict[str, Any] = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS, "more": _kinds}
     return sweep_rows(rank, rank.mesh, faults, options=axes, label="state dicts", **known)
 
 

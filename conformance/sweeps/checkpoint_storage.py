@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save, save, save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_map_only
 
 from conformance.covering_arrays.combinations import Rule
 from conformance.experiments.context import RankWorld, experiment
@@ -91,7 +90,7 @@ _TOGETHER, _ALONE = ("load", "load by position", "load_state_dict"), ("each rank
 
 
 _FOR_ONE = {False: "plain tensors", True: "the same layouts"}
-"""Layouts in which one rank alone loads what all have saved, or, if True, what it has saved itself."""
+"""Layouts in which one rank alone loads a checkpoint of all ranks, or, if True, its own one."""
 _FOUND = ("found by path", "found by URL")
 """Writers that torch chooses by the checkpoint's id: a path, or a URL for fsspec."""
 _OF_WRITERS = (
@@ -285,6 +284,15 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, layout, tensor.is_conj() or tensor.is_neg()
 
 
+def on_meta(state: Any) -> Any:
+    """Return a copy of a nested state with tensors on meta, of the same layouts."""
+    if isinstance(state, Tensor):
+        return torch.empty_like(state, device="meta")
+    if isinstance(state, dict):
+        return type(state)((key, on_meta(value)) for key, value in state.items())
+    return [on_meta(value) for value in state] if isinstance(state, list) else state
+
+
 def plain_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with the state of objects instead of objects, for functions that do not call them."""
     return {key: value.state_dict() if isinstance(value, Counter) else value for key, value in state.items()}
@@ -293,7 +301,7 @@ def plain_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
 class _OldWriter(FileSystemWriter):
     """Writer that is told whether it coordinates, and nothing else."""
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
         """Begin a checkpoint."""
         super().set_up_storage_writer(is_coordinator)
 
@@ -302,7 +310,7 @@ class _WithoutHints(DefaultSavePlanner):
     """Planner that leaves the hints of shards as they are; the first rank that has a value saves it."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plans of all ranks, and what they will have written."""
+        """Return the plans of all ranks, and the metadata of the checkpoint."""
         taken: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:
@@ -456,7 +464,7 @@ class Case:
         )
         target = spoiled(state_of(time, self._mesh, layouts, options))
         if options["into"] == "tensors on meta":
-            target = tree_map_only(Tensor, partial(torch.empty_like, device="meta"), target)
+            target = on_meta(target)
         if self._is_nested:
             target["counter"] = Counter(-1)
         if options["allow_partial_load"]:
@@ -506,7 +514,7 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, groups, mesh, trial).faults()
 
-    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS, "more": _kinds}
+    known: dict[str, Any] = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS, "more": _kinds}
     return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="checkpoints", **known)
 
 

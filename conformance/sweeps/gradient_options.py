@@ -331,11 +331,14 @@ def _by_norm(parameters: Any, options: Options, values: Mapping[str, Any]) -> di
         with warnings.catch_warnings(action="ignore"):
             norm = clip_grad.clip_grad_norm(parameters, **values)
     else:
-        every = parameters if isinstance(parameters, Tensor) else [*parameters]
-        gradients = every.grad if isinstance(every, Tensor) else [each.grad for each in every if each.grad is not None]
+        every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        gradients: Any = [each.grad for each in every if each.grad is not None]
+        if isinstance(parameters, Tensor):
+            gradients = parameters.grad
         max_norm = values["max_norm"]
         norm = get_total_norm(gradients, **{name: value for name, value in values.items() if name != "max_norm"})
-        clip_grads_with_norm_(every, max_norm, norm, foreach=values.get("foreach"))
+        given = parameters if isinstance(parameters, Tensor) else every
+        clip_grads_with_norm_(given, max_norm, norm, foreach=values.get("foreach"))
     return {"norm": full(norm)}
 
 

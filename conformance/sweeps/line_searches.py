@@ -113,7 +113,7 @@ def end_of(course: Course, place: Callable[[Tensor], Tensor]) -> End:
     start = course.start
     parameter = place(start).requires_grad_()
     curvatures = place(torch.tensor(course.curvatures, dtype=start.dtype))
-    optimizer = torch.optim.LBFGS([parameter], **course.options)
+    optimizer: Any = torch.optim.LBFGS([parameter], **course.options)
 
     def loss() -> float:
         value, slope = course.slopes(parameter.detach() - course.minimum)
@@ -126,7 +126,7 @@ def end_of(course: Course, place: Callable[[Tensor], Tensor]) -> End:
 
 
 def wrong_end(course: Course, end: End) -> dict[str, str]:
-    """Return what is wrong with a course on plain tensors."""
+    """Return the faults of a course on plain tensors."""
     losses = end.losses
     if not course.options["max_iter"]:
         return {} if torch.equal(course.start, end.parameter) else {"step": f"{course.name}: the parameter has changed"}

@@ -80,7 +80,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
         "given without requires_grad",
         "given on the first rank",
     ),
-    "chunk_specs": ("default", "given", "along dim 1"),
+    "chunk_specs": ("default", "given", "along dim 1", "of outputs"),
     "kwargs": ("none", "tensor", "number", "nested"),
     "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "view", "bf16", "transposed"),
     "outputs": ("tensor", "tuple", "view", "dict"),
@@ -107,7 +107,7 @@ def _parameters(schedule: str) -> Mapping[str, inspect.Parameter]:
 def _lacks(row: Options) -> bool:
     """Return whether the signature of the schedule lacks an option, or its placement other numbers of stages."""
     names = {
-        "chunk_specs": "args_chunk_spec",
+        "chunk_specs": "output_merge_spec" if row["chunk_specs"] == "of outputs" else "args_chunk_spec",
         "defer_pp_recv": "defer_pp_recv",
         "backward_requires_autograd": "backward_requires_autograd",
     }
@@ -290,12 +290,13 @@ class Pipeline:
             arguments["loss_fn"] = lambda out, target, **given: loss_of(out, target, options, self.layout, **given)
         if options["chunk_specs"] != "default":
             dim = int(options["chunk_specs"] == "along dim 1")
+            at = TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
+            arguments["output_merge_spec"] = {"tuple": (at, at), "dict": {"out": at}}.get(options["outputs"], at)
+        if options["chunk_specs"] in ("given", "along dim 1"):
             arguments["args_chunk_spec"] = TensorChunkSpec.from_tuple((dim,)) if self.has_first else None
             if options["kwargs"] in ("none", "tensor"):
                 names = ["offset"] if options["kwargs"] == "tensor" else []
                 arguments["kwargs_chunk_spec"] = TensorChunkSpec.from_dict(dict.fromkeys(names, dim))
-            at = TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
-            arguments["output_merge_spec"] = {"tuple": (at, at), "dict": {"out": at}}.get(options["outputs"], at)
         for option in ("defer_pp_recv", "backward_requires_autograd"):
             if options[option] != OPTIONS[option][0]:
                 arguments[option] = options[option]
