@@ -117,6 +117,8 @@ RULES: tuple[Rule, ...] = (
         # Writers and planners hold the state of the save that uses them; a stager has one copy of each tensor.
         ("writer", "in flight", "one"),
         *((option, "writer", "new", "kept", "of an old interface") for option in _OF_WRITERS),
+        # An old interface has no word for it.
+        ("use_collectives", "writer", "new", "kept"),
         ("planner", "in flight", "one"),
         ("cache_staged_state_dict", "stager", "none"),
         ("stagers", "in flight", "one"),
