@@ -75,6 +75,8 @@ RULES = (
 SUSPECTS: tuple[Options, ...] = (
     # findings/consolidated_numbers_are_zero.py
     {"enable_consolidation": True, "tensors": "with a number"},
+    # findings/async_save_of_sharded_numbers.py
+    {"saved by": "async_save", "tensors": "with a number"},
 )
 """Options that torch gets wrong: tried first, since narrowing a row down takes long."""
 _LAYOUTS: Mapping[str, Layout | None] = {
