@@ -1,7 +1,7 @@
 """Checkpoints in the formats of other programs: safetensors files of Hugging Face, and files of `torch.save`."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -31,7 +31,11 @@ from reference_trainer.mesh import fsdp_mesh
 
 TIMES = 2
 AXES: Mapping[str, tuple[Any, ...]] = {
-    "format": ("safetensors", "safetensors of two files", "torch.save", "from torch.save", "broadcast"),
+    "format": (
+        *("safetensors", "safetensors of two files", "safetensors of others", "torch.save", "from torch.save"),
+        "broadcast",
+    ),
+    "reader gets": ("its path at once", "another path later"),
     "saved by": ("save", "async_save"),
     "save_distributed": (True, False),
     "enable_consolidation": (False, True),
@@ -41,9 +45,12 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "saved as": ("rows", "columns", "replicas", "plain"),
     "loaded as": ("rows", "columns", "replicas", "plain"),
     "state": ("flat", "nested"),
+    "tensors": ("several", "one", "with a number"),
+    "flatten_state_dict": (True, False),
 }
 """Values of each option; the first is the default."""
 _SAFETENSORS = ("safetensors", "safetensors of two files")
+_READ_AS_SAFETENSORS = (*_SAFETENSORS, "safetensors of others")
 RULES = (
     *needs(
         AXES,
@@ -52,8 +59,11 @@ RULES = (
         ("enable_consolidation", "format", *_SAFETENSORS),
         ("thread_count", "format", *_SAFETENSORS),
         ("thread_count_consolidation", "format", *_SAFETENSORS),
-        ("reader's thread_count", "format", *_SAFETENSORS),
-        ("state", "format", *(kind for kind in AXES["format"] if kind not in _SAFETENSORS)),
+        ("reader's thread_count", "format", *_READ_AS_SAFETENSORS),
+        ("state", "format", *(kind for kind in AXES["format"] if kind not in _READ_AS_SAFETENSORS)),
+        ("reader gets", "format", "broadcast"),
+        ("flatten_state_dict", "format", "broadcast"),
+        ("flatten_state_dict", "state", "flat"),
         ("enable_consolidation", "save_distributed", True),
         ("thread_count_consolidation", "enable_consolidation", True),
         # Rank 0 alone saves full tensors.
@@ -62,13 +72,28 @@ RULES = (
     # findings/broadcast_reader_waits_for_dtensors.py
     forbids("format", "loaded as", when=lambda kind, layout: kind == "broadcast" and layout != "plain"),
 )
+SUSPECTS: tuple[Options, ...] = (
+    # findings/consolidated_numbers_are_zero.py
+    {"enable_consolidation": True, "tensors": "with a number"},
+    # findings/async_save_of_sharded_numbers.py
+    {"saved by": "async_save", "tensors": "with a number"},
+)
+"""Options that torch gets wrong: tried first, since narrowing a row down takes long."""
 _LAYOUTS: Mapping[str, Layout | None] = {
     "rows": (Shard(0),),
     "columns": (Shard(1),),
     "replicas": (Replicate(),),
     "plain": None,
 }
-_SHAPES = {"even": (8, 4), "uneven": (5, 7), "few": (1, 3), "vector": (6,), "long": (70, 40)}
+_SHAPES = {
+    "even": (8, 4),
+    "uneven": (5, 7),
+    "few": (1, 3),
+    "vector": (6,),
+    "long": (70, 40),
+    "images": (6, 4, 3),
+    "volumes": (2, 4, 3, 2),
+}
 _DTYPES = {"vector": torch.bfloat16, "few": torch.float64}
 
 
@@ -93,7 +118,7 @@ class Case:
         found: dict[str, str] = {}
         for time in range(TIMES):  # to the end on every rank: loading is collective
             loaded = self._load(time)
-            for name, full in full_tensors(time).items():
+            for name, full in self._full(time).items():
                 if text := fault(loaded[name], full):
                     found.setdefault("values", f"{name}, time {time}: {text}")
         return found
@@ -104,7 +129,14 @@ class Case:
     def _state(self, time: int, layout: str) -> dict[str, Tensor]:
         at = _LAYOUTS[layout]
         mesh = self._mesh if at else None
-        return {name: placed(full, mesh, at or ()) for name, full in full_tensors(time).items()}
+        return {name: placed(full, mesh, at or ()) for name, full in self._full(time).items()}
+
+    def _full(self, time: int) -> dict[str, Tensor]:
+        """Return the full tensors of a time: some ranks have nothing to write of one alone."""
+        tensors = full_tensors(time)
+        if self._options["tensors"] == "one":
+            return {"even": tensors["even"]}
+        return tensors | ({"number": torch.tensor(time + 0.5)} if self._options["tensors"] == "with a number" else {})
 
     def _nested(self, state: dict[str, Tensor]) -> dict[str, Any]:
         return {"model": state} if self._options["state"] == "nested" else dict(state)
@@ -117,12 +149,21 @@ class Case:
             save(self._nested(state), checkpoint_id=self._folder(time), process_group=self._group)
             if dist.get_rank() == 0:
                 dcp_to_torch_save(self._folder(time), self._folder(time) / "state.pt")
+        elif kind == "safetensors of others":
+            self._save_as_others(time)
         elif dist.get_rank() == 0:
             self._folder(time).mkdir(parents=True)
-            torch.save(self._nested(full_tensors(time)), self._folder(time) / "state.pt")
+            torch.save(self._nested(self._full(time)), self._folder(time) / "state.pt")
             if kind == "from torch.save":
                 torch_save_to_dcp(self._folder(time) / "state.pt", self._folder(time))
         dist.barrier(self._group)
+
+    def _save_as_others(self, time: int) -> None:
+        """Save full tensors as programs do that know nothing of shards."""
+        if dist.get_rank() == 0:
+            self._folder(time).mkdir(parents=True)
+            file = importlib.import_module("safetensors.torch")
+            file.save_file(self._full(time), self._folder(time) / "model.safetensors")
 
     def _save_safetensors(self, state: dict[str, Tensor], time: int) -> None:
         names = ("save_distributed", "enable_consolidation", "thread_count", "thread_count_consolidation")
@@ -156,13 +197,22 @@ class Case:
             case "from torch.save":
                 load(nested, checkpoint_id=self._folder(time), process_group=self._group)
             case "broadcast":
-                reader = BroadcastingTorchSaveReader(file)
-                load(nested, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=self._group)
+                self._broadcast(nested, file)
             case _:
                 threads = self._options["reader's thread_count"]
                 reader_of_files = _hf_storage().HuggingFaceStorageReader(str(self._folder(time)), thread_count=threads)
                 load(nested, storage_reader=reader_of_files, process_group=self._group)
         return cast("dict[str, Tensor]", nested["model"] if self._options["state"] == "nested" else nested)
+
+    def _broadcast(self, state: dict[str, Any], file: Path) -> None:
+        """Load a file that rank 0 reads; raises ValueError if the reader takes a folder for such a file."""
+        is_reset = self._options["reader gets"] == "another path later"
+        reader = BroadcastingTorchSaveReader(file.with_name("none.pt") if is_reset else file)
+        if not reader.validate_checkpoint_id(file) or reader.validate_checkpoint_id(file.parent):
+            raise ValueError(f"{file}: a reader of such files takes no file, or a folder")
+        later = {"checkpoint_id": file} if is_reset else {}
+        planner = DynamicMetaLoadPlanner(flatten_state_dict=self._options["flatten_state_dict"])
+        load(state, storage_reader=reader, planner=planner, process_group=self._group, **later)
 
 
 def _hf_storage() -> ModuleType:
@@ -178,4 +228,12 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, directory, mesh, groups.world(trial)).faults()
 
-    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", rules=RULES, refusals=())
+    known: dict[str, Any] = {"rules": RULES, "suspects": SUSPECTS, "refusals": (), "more": _kinds}
+    return sweep_rows(rank, fsdp_mesh(rank.mesh), faults, options=AXES, label="files", **known)
+
+
+def _kinds(row: Options) -> Iterator[str]:
+    """Yield the kinds of a row of which there must be one where not all rows are tried."""
+    if row["save_distributed"] and row["format"] in _SAFETENSORS:
+        yield f"{row['saved as']}, consolidated: {row['enable_consolidation']}"
+        yield f"{row['tensors']}, replicas: {row['saved as'] == 'replicas'}"

@@ -32,10 +32,11 @@ class Renaming(nn.Module):
     def __init__(self, method: str) -> None:
         super().__init__()
         self.layer = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(_WIDTH))
         untyped: Any = self
         untyped.register_state_dict_post_hook(_without_layer)
         untyped.register_load_state_dict_pre_hook(_with_layer)
-        setattr(self, method, lambda: {"weight": "layer"})
+        setattr(self, method, lambda: {"weight": "layer", "bias": "no layer"})
 
 
 def _without_layer(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -69,7 +70,9 @@ class Model(nn.Module):
         self.head = nn.Linear(_WIDTH, _WIDTH + 1, bias=False)
         if options["renaming"]:
             self.renaming = Renaming(options["dsd_fqn_modifiers"])
-        if options["tied"]:
+        if options["tied"] == "modules":
+            self.again = nn.ModuleDict({"head": self.head})
+        elif options["tied"]:
             self.head.weight = self.embedding.weight
         if options["frozen"]:
             self.second.requires_grad_(False)
@@ -115,6 +118,12 @@ def optimizers_of(model: Model, kind: str) -> list[Optimizer]:
                 {"params": vectors, "weight_decay": 0.0},
             ]
             return [AdamW(groups, lr=0.25)]
+        case "AdamW, tensor lr":
+            return [AdamW(parameters, lr=torch.tensor(0.25))]
+        case "rateless":
+            return [Rateless(parameters, {"decay": 0.5})]
+        case "none":
+            return []
         case "SGD":
             return [SGD(parameters, lr=0.25)]
         case "momentum":
@@ -138,22 +147,46 @@ class Nested(SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p].setdefault("kept", {"factors": {"rows": torch.zeros_like(p)}, "norm": torch.zeros(2)})
+                    self.state[p].setdefault("kept", _kept_of(p))
         return result
+
+
+def _kept_of(p: Tensor) -> dict[str, Any]:
+    factors = {"rows": torch.zeros_like(p), "columns": torch.zeros_like(p)}
+    return {"factors": factors, "norm": torch.zeros(2)}
+
+
+class Rateless(Optimizer):
+    """Optimizer whose groups have no learning rate, as those that find it themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Keep the sum of gradients, and step by them."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p].setdefault("sum", torch.zeros_like(p))
+                    kept.mul_(group["decay"]).add_(p.grad)
+                    p.sub_(kept)
 
 
 class Training:
     """Model with its optimizers, whose values are those of a time."""
 
-    def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, *, meta: bool = False) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], mesh: DeviceMesh, *, meta: bool = False, unused: bool = False
+    ) -> None:
         with torch.device("meta" if meta else "cpu"):
             self.model = sharded(Model(options), options["layout"], mesh)
         self.module: Any = torch.compile(self.model) if options["compiled"] else self.model
         self.optimizers = optimizers_of(self.model, options["optimizer"])
+        self._unused = unused
 
     def begin(self) -> None:
-        """Step once without gradients of any size, so that optimizers have state."""
+        """Step once without gradients of any size, so that optimizers have state; an unused parameter gets none."""
         self.add_gradients()
+        if self._unused:
+            self.model.first.norm.weight.grad = None
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -171,7 +204,7 @@ class Training:
             local(tensor).copy_(_own(value, tensor))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = 2.0**-time
+                group |= _rate(group, time)
         self.model.extra = time
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,16 +227,24 @@ class Training:
             self.saved_name(name) for name, p in named if any(p in optimizer.state for optimizer in self.optimizers)
         }
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the options of all groups, with the names of their parameters."""
+    def groups(self, time: int | None = None) -> list[dict[str, Any]]:
+        """Return the options of all groups, with the names of their parameters, and the rates of a time if given."""
         names = {id(p): self.saved_name(name) for name, p in self.model.named_parameters()}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+        named = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+        return named if time is None else [group | _rate(group, time) for group in named]
 
     def aliases(self) -> dict[str, str]:
         """Return the name under which a parameter's value is known, by each of its names."""
         first = {id(p): name for name, p in self.model.named_parameters()}
         return {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+
+def _rate(group: Mapping[str, Any], time: int) -> dict[str, Any]:
+    """Return the learning rate of a group at a time, as a tensor if it is one; empty if it has none."""
+    if "lr" not in group:
+        return {}
+    return {"lr": torch.tensor(2.0**-time) if isinstance(group["lr"], Tensor) else 2.0**-time}
 
 
 def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

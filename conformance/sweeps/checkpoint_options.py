@@ -1,8 +1,9 @@
 """Options of state dicts, any two or three together: taken and loaded three times, and compared with known values."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,16 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "dsd_fqn_modifiers": ("_fqn_modifiers", "renamed_keys"),
     "functions": ("one by one", "together", "model alone"),
     "submodules": (False, True),
-    "optimizer": ("AdamW", "AdamW, groups", "momentum", "SGD", "two", "AdamW, empty group", "nested"),
-    "tied": (False, True),
+    "optimizer": (
+        *("AdamW", "AdamW, groups", "AdamW, tensor lr", "momentum", "SGD", "two", "AdamW, empty group", "nested"),
+        *("rateless", "none"),
+    ),
+    "unused": ("nothing", "by the source", "by the target"),
+    "tied": (False, True, "modules"),
     "frozen": (False, True),
     "renaming": (False, True),
     "compiled": (False, True),
+    "collects": (True, False),
     "through": ("memory", "files"),
     "into": ("a trained model", "a new model", "a model with gradients", "a model on meta"),
 }
@@ -60,7 +66,11 @@ RULES: tuple[Rule, ...] = (
         ("broadcast_from_rank0", "full_state_dict", True),
         # findings/broadcast_of_states_skipped_by_other_ranks.py
         ("broadcast_from_rank0", "functions", "one by one", "model alone"),
-        ("submodules", "functions", "model alone"),
+        # Without an optimizer there is none whose state could be taken alone, nor state that a parameter could lack.
+        ("optimizer", "functions", "one by one", "together"),
+        ("unused", "functions", "one by one", "together"),
+        # Documented: with `strict` each parameter needs the state that it would have.
+        ("unused", "strict", False),
         ("keep_submodule_prefixes", "submodules", True),
         ("submodules", "strict", False),
         # A state of one submodule without its prefix is loaded by the module itself.
@@ -71,6 +81,8 @@ RULES: tuple[Rule, ...] = (
         # Rank 0 alone has such a state.
         ("through", "full_state_dict", False),
     ),
+    forbids("optimizer", "functions", when=lambda optimizer, calls: optimizer == "none" and calls == "one by one"),
+    forbids("optimizer", "unused", when=lambda optimizer, unused: optimizer == "none" and unused != "nothing"),
     # Tensors on meta are replaced by those of a full state dict alone.
     forbids("into", "full_state_dict", when=lambda into, full: into == "a model on meta" and not full),
     forbids("into", "functions", when=lambda into, calls: into == "a model on meta" and calls != "model alone"),
@@ -111,13 +123,31 @@ SUSPECTS: tuple[Options, ...] = (
         for functions in ("one by one", "together")
     ),
     # findings/state_of_submodule_without_frozen_parameters.py
-    {
-        "ignore_frozen_params": True,
-        "strict": False,
-        "functions": "model alone",
-        "submodules": True,
-        "frozen": True,
-    },
+    *(
+        {
+            "ignore_frozen_params": True,
+            "strict": False,
+            "functions": functions,
+            "submodules": True,
+            "frozen": True,
+        }
+        for functions in AXES["functions"]
+    ),
+    # findings/module_of_two_names.py
+    {"full_state_dict": True, "tied": "modules"},
+    {"compiled": True, "tied": "modules"},
+    # findings/full_state_of_a_parameter_without_state.py
+    *(
+        {"full_state_dict": True, "strict": False, "functions": functions, "unused": unused}
+        for functions in ("one by one", "together")
+        for unused in ("by the source", "by the target")
+    ),
+    # findings/flattened_state_of_a_parameter_without_state.py
+    *(
+        {"flatten_optimizer_state_dict": True, "strict": False, "functions": functions, "unused": unused}
+        for functions in ("one by one", "together")
+        for unused in ("by the source", "by the target")
+    ),
     # findings/tied_weights_loaded_into_meta_model.py
     {"full_state_dict": True, "functions": "model alone", "tied": True, "into": "a model on meta"},
 )
@@ -129,14 +159,15 @@ class Case:
 
     def __init__(self, options: Options, mesh: DeviceMesh, directory: Path, group: Any) -> None:
         self._options, self._directory, self._group = options, directory, group
-        self._source = Training(options, mesh)
+        self._source = Training(options, mesh, unused=options["unused"] == "by the source")
         self._source.begin()
         self._target = self._new_target(mesh)
         self._given = StateDictOptions(**{name: options[name] for name in _FIELDS})
 
     def _new_target(self, mesh: DeviceMesh) -> Training:
         into = self._options["into"]
-        target = Training(self._options, mesh, meta=into == "a model on meta")
+        unused = self._options["unused"] == "by the target"
+        target = Training(self._options, mesh, meta=into == "a model on meta", unused=unused)
         if into == "a trained model":
             target.begin()
         if into != "a model on meta":
@@ -150,7 +181,21 @@ class Case:
         return bool(self._options["functions"] != "model alone")
 
     def faults(self) -> dict[str, str]:
-        """Take and load the states of three times; returns the first differences."""
+        """Take and load the states of three times; returns the first differences.
+
+        Functions of states leave the collection of garbage enabled or disabled, as it was.
+        """
+        was_enabled, collects = gc.isenabled(), self._options["collects"]
+        (gc.enable if collects else gc.disable)()
+        try:
+            found = self._faults()
+            if gc.isenabled() != collects:
+                found["collector"] = f"enabled: {gc.isenabled()}, expected {collects}"
+        finally:
+            (gc.enable if was_enabled else gc.disable)()
+        return found
+
+    def _faults(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for time in range(TIMES):  # to the end on every rank: taking and loading are collective
             self._source.write(time)
@@ -159,17 +204,20 @@ class Case:
             self._source.write(time + 1)  # a state in memory was copied, as by a checkpoint
             model, optimizer = self._stored(model, optimizer, time)
             self._load(model, optimizer)
+            if not self._given.broadcast_from_rank0:  # nothing, as a rank has of what another one offloads
+                set_model_state_dict(self._target.module, {}, options=replace(self._given, strict=False))
             found = {**wrong, **self._wrong_target(time), **found}
         return found
 
     def _taken(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        module, optimizers, given = self._source.module, self._source.optimizers, self._given
+        module, optimizers = self._source.module, self._source.optimizers
+        given: dict[str, Any] = {"options": self._given}
         if self._options["submodules"]:
-            return deepcopy(get_model_state_dict(module, submodules={self._source.model.first}, options=given)), {}
+            given["submodules"] = {self._source.model.first}
         if self._options["functions"] == "together":
-            return deepcopy(get_state_dict(module, optimizers, options=given))
-        model = get_model_state_dict(module, options=given)
-        optimizer = get_optimizer_state_dict(module, optimizers, options=given) if self._has_optimizer else {}
+            return deepcopy(get_state_dict(module, optimizers, **given))
+        model = get_model_state_dict(module, **given)
+        optimizer = get_optimizer_state_dict(module, optimizers, **given) if self._has_optimizer else {}
         return deepcopy((model, optimizer))
 
     def _stored(self, model: dict[str, Any], optimizer: dict[str, Any], time: int) -> tuple[Any, Any]:
@@ -229,7 +277,9 @@ class Case:
                 *keys, last = what.split(".")
                 inner = reduce(lambda each, key: each.setdefault(key, {}), keys, nested.setdefault(name, {}))
                 inner[last] = flat[f"state.{name}.{what}"] = value_of(path, time, tensor)
-        groups = [{**group, "lr": 2.0**-time} for group in self._source.groups()]
+        if not self._source.optimizers:
+            return {}
+        groups = self._source.groups(time)
         for group in groups:
             for name in group["params"]:
                 flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
@@ -264,8 +314,7 @@ class Case:
             return {"loaded": f"time {time}: there is no {sorted(missing)[0]}"}
         if added := target.names_with_state() - self._source.names_with_state():
             return {"state": f"time {time}: an entry for {sorted(added)[0]}"}
-        expected = [{**group, "lr": 2.0**-time} for group in self._source.groups()]
-        if text := _unequal(target.groups(), expected, is_full=False):
+        if text := _unequal(target.groups(), self._source.groups(time), is_full=False):
             return {"groups": f"{options['optimizer']}, time {time}: {text}"}
         return {}
 
@@ -310,5 +359,17 @@ def sweep(rank: RankWorld) -> Swept:
     def faults(options: Options, directory: Path, trial: DeviceMesh) -> dict[str, str]:
         return Case(options, trial, directory, groups.world(trial)).faults()
 
-    known = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS}
+    known: dict[str, Any] = {"rules": RULES, "suspects": SUSPECTS, "refusals": REFUSALS, "more": _kinds}
     return sweep_rows(rank, rank.mesh, faults, options=axes, label="state dicts", **known)
+
+
+def _kinds(row: Options) -> Iterator[str]:
+    """Yield the kinds of a row of which there must be one where not all rows are tried."""
+    if row["functions"] != "model alone":
+        yield f"{row['optimizer']}, flat: {row['flatten_optimizer_state_dict']}"
+        yield f"unused {row['unused']}, full: {row['full_state_dict']}"
+        yield f"frozen: {row['frozen']}, flat: {row['flatten_optimizer_state_dict']}"
+        yield f"submodules: {row['submodules']}, {row['functions']}"
+    yield f"frozen: {row['frozen']}, ignored: {row['ignore_frozen_params']}"
+    yield f"submodules: {row['submodules']}, with prefixes: {row['keep_submodule_prefixes']}"
+    yield f"tied: {row['tied']}, full: {row['full_state_dict']}"

@@ -1,7 +1,7 @@
 """Checkpoints in sweeps: their process groups, and state whose values every rank knows before it is saved or loaded."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -119,11 +119,17 @@ def plain_errors() -> Iterator[None]:
 
 
 def sweep_rows(
-    rank: RankWorld, mesh: DeviceMesh, faults: Callable[[Options, Path, DeviceMesh], Mapping[str, str]], **options: Any
+    rank: RankWorld,
+    mesh: DeviceMesh,
+    faults: Callable[[Options, Path, DeviceMesh], Mapping[str, str]],
+    *,
+    more: Callable[[Options], Iterable[Hashable]] = lambda _row: (),
+    **options: Any,
 ) -> Swept:
     """Try a covering sweep with these options on a mesh like this one, each row in a new directory.
 
-    Two ranks try rows with each value of each option, which the seed of the cell draws.
+    Two ranks try rows with each value of each option, and one of each kind that `more` gives, which the seed of the
+    cell draws.
     """
     trials, numbers_of_rows = Trials(mesh), count()
 
@@ -134,9 +140,11 @@ def sweep_rows(
             rmtree(directory, ignore_errors=True)
         return end
 
-    draw = partial(_with_each_value, seed=rank.config.seed) if rank.size == 2 else None
+    draw = partial(_with_each_value, more=more, seed=rank.config.seed) if rank.size == 2 else None
     return CoveringSweep(ended=ended, strength=2, draw=draw, **options).swept(rank.subjects)
 
 
-def _with_each_value(rows: Sequence[Options], *, seed: int) -> list[Options]:
-    return share_of(rows, lambda row: row.items(), share=0.0, seed=seed)
+def _with_each_value(
+    rows: Sequence[Options], *, more: Callable[[Options], Iterable[Hashable]], seed: int
+) -> list[Options]:
+    return share_of(rows, lambda row: [*row.items(), *more(row)], share=0.0, seed=seed)

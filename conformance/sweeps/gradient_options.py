@@ -73,6 +73,12 @@ _STEPS, _OVERFLOWING = 4, 1
 """Number of steps, and the one in which a gradient overflows."""
 _SCALES: Mapping[str, float | None] = {"by itself": None, "to a number": 16.0, "to a tensor": 16.0}
 """New scales that `update` is given, by the names that options have."""
+_GETTERS: Mapping[str, Callable[[GradScaler], float]] = {
+    "growth_factor": GradScaler.get_growth_factor,
+    "backoff_factor": GradScaler.get_backoff_factor,
+    "growth_interval": GradScaler.get_growth_interval,
+}
+"""Methods that return a parameter of a scaler, by its name."""
 _ADAM_BOUND = 2.0**-18
 """Bound on the relative deviation of fused steps: kernels of vectors and of single elements may round differently.
 
@@ -91,9 +97,10 @@ def _scalers() -> Iterator[Interface]:
         "layouts": ("rows", "columns and rows", "rows and replicas"),
         "size": SIZES,
         "overflow": ("none", "inf", "nan"),
-        "optimizer": ("SGD", "fused Adam"),
+        "optimizer": ("SGD", "fused Adam", "fused SGD", "fused Adagrad"),
         "optimizers": ("one", "two"),
         "outputs": ("tensor", "list", "tuple of lists", "generator"),
+        "without gradient": ("none", "the first"),
         "unscale_": (False, True),
         "update": tuple(_SCALES),
         "factors": ("given", "set"),
@@ -111,6 +118,8 @@ def _scalers() -> Iterator[Interface]:
         faults=_scaled,
         given=("device",),
         conditions=conditions,
+        # Documented: an optimizer that steps needs a gradient.
+        rules=[forbids("without gradient", "optimizers", when=lambda lacking, n: lacking != "none" and n == "two")],
     )
     # See findings/overflow_behind_replicated_gradient.py.
     yield Interface(
@@ -133,6 +142,9 @@ def _scaled(options: Options, mesh: DeviceMesh) -> Faults:
     single = _stepped(options, shapes, layouts, lambda x, _layout: x, "cpu")
     sharded = _stepped(options, shapes, layouts, lambda x, at: distributed(x, mesh, at), mesh.device_type)
     yield from _compared(sharded, single, 0.0 if options["optimizer"] == "SGD" else _ADAM_BOUND)
+    given = torch.tensor([float(options[name]) for name in _GETTERS if name in options])
+    if options["enabled"] and len(given) and not torch.equal(sharded["factors"], given):
+        yield "factors", f"{sharded['factors'].tolist()}, expected {given.tolist()}"
 
 
 def _stepped(
@@ -153,6 +165,8 @@ def _stepped(
             if step == _OVERFLOWING and options["overflow"] != "none" and parameter is parameters[-1]:
                 gradient[-1] = float(options["overflow"])
             parameter.grad = place(gradient * scale, at)
+        if options["without gradient"] == "the first":
+            parameters[0].grad = None
         for optimizer in optimizers:
             if options["unscale_"]:
                 scaler.unscale_(optimizer)
@@ -162,12 +176,19 @@ def _stepped(
         scaler = _restored(scaler, options, device)
         seen[f"scale after step {step}"] = torch.tensor(scaler.get_scale())
         seen[f"state after step {step}"] = torch.tensor([*scaler.state_dict().values()])
+    if options["enabled"]:
+        seen["factors"] = torch.tensor([get(scaler) for get in _GETTERS.values()])
     return seen | {f"parameter {index}": parameter.detach() for index, parameter in enumerate(parameters)}
 
 
 def _optimizer(options: Options, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    if options["optimizer"] == "SGD":
-        return torch.optim.SGD(parameters, lr=0.5)
+    match options["optimizer"]:
+        case "SGD":
+            return torch.optim.SGD(parameters, lr=0.5)
+        case "fused SGD":
+            return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, fused=True)
+        case "fused Adagrad":
+            return torch.optim.Adagrad(parameters, lr=0.5, fused=True)
     return torch.optim.Adam(parameters, lr=0.5, fused=True)
 
 
@@ -311,10 +332,13 @@ def _by_norm(parameters: Any, options: Options, values: Mapping[str, Any]) -> di
             norm = clip_grad.clip_grad_norm(parameters, **values)
     else:
         every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        gradients = [each.grad for each in every if each.grad is not None]
+        gradients: Any = [each.grad for each in every if each.grad is not None]
+        if isinstance(parameters, Tensor):
+            gradients = parameters.grad
         max_norm = values["max_norm"]
         norm = get_total_norm(gradients, **{name: value for name, value in values.items() if name != "max_norm"})
-        clip_grads_with_norm_(every, max_norm, norm, foreach=values.get("foreach"))
+        given = parameters if isinstance(parameters, Tensor) else every
+        clip_grads_with_norm_(given, max_norm, norm, foreach=values.get("foreach"))
     return {"norm": full(norm)}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
@@ -40,7 +41,7 @@ _LATER_SWITCHES = ("amsgrad", "maximize", "foreach", "capturable", "differentiab
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "closure": (False, True),
     "groups": ("one", "two", "added later", "one tensor", "with names"),
-    "hooks": ("none", "in front", "behind"),
+    "hooks": ("none", "in front", "behind", "of all optimizers"),
     "restored": (
         "never",
         "into a new optimizer",
@@ -49,21 +50,23 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
         *(["swapped in"] if hasattr(torch.optim, "swap_in_optimizer_params_and_state") else []),
     ),
     "zero_grad": ("never", "to none", "to zero"),
-    "gradients": ("of all", "not of the last", "with graphs"),
-    "numbers": ("real", "complex"),
+    "gradients": ("of all", "not of the last", "of the last later", "of all later", "with graphs"),
+    "numbers": ("real", "complex", "mixed"),
 }
 """Values of each option; the first is the default."""
 _OF_LINE_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "closure": (True,),
     "groups": ("one",),
     "zero_grad": ("never",),
-    "numbers": ("real",),
+    "numbers": ("real", "complex"),
     "restored": tuple(way for way in OPTIONS["restored"] if way != "swapped in"),
 }
 """Values of an optimizer that evaluates the loss, and has one group of real numbers."""
 _RULES = (
     # Gradients with graphs are no leaves, which alone can be copied.
     forbids("gradients", "restored", when=lambda gradients, way: gradients == "with graphs" and way == "by copy"),
+    # State is swapped in for state, which there is none of before the first gradient.
+    forbids("gradients", "restored", when=lambda gradients, way: gradients == "of all later" and way == "swapped in"),
 )
 
 
@@ -86,23 +89,36 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _ended(trials: Trials, setting: Setting, make: type[Optimizer], row: Options) -> Ended:
-    betas = {"betas": tuple(map(torch.tensor, _betas(make).default))} if row.get("betas") == "tensors" else {}
-    sample = sample_of(make, row["implementation"], {**_variants(make).get(row["variant"], {}), **betas})
+    betas = {"betas": _betas_as(row.get("betas", "numbers"), _betas(make).default)} if "betas" in row else {}
+    variant = _variants(make).get(row["variant"], {})
+    if make is torch.optim.SGD and row["gradients"] == "of the last later":  # it has state with momentum alone
+        variant = {**variant, **_VARIANTS["momentum"]}
+    sample = sample_of(make, row["implementation"], {**variant, **betas})
     numbers = numbers_of(setting, sample, trials.mesh)
-    if row["numbers"] == "complex":
-        numbers = Numbers([*map(_complex, numbers.parameters)], [[*map(_complex, each)] for each in numbers.gradients])
+    if row["numbers"] != "real":
+        count = 1 if row["numbers"] == "mixed" else len(numbers.parameters)
+        gradients = [_with_complex(each, count) for each in numbers.gradients]
+        numbers = Numbers(_with_complex(numbers.parameters, count), gradients)
     return trials.ended(lambda mesh: _faults(sample, setting, numbers, row, mesh))
 
 
 def _tensor_options(make: type[Optimizer]) -> Mapping[str, tuple[str, ...]]:
     """Return the option of an optimizer whose signature allows `betas` that are tensors."""
-    return {"betas": ("numbers", "tensors")} if "Tensor" in str(_betas(make).annotation) else {}
+    return {"betas": ("numbers", "tensors", "vectors")} if "Tensor" in str(_betas(make).annotation) else {}
+
+
+def _betas_as(form: str, numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """Return numbers, tensors without dimensions, or vectors of one element."""
+    if form == "numbers":
+        return numbers
+    return tuple(torch.tensor([number] if form == "vectors" else number) for number in numbers)
 
 
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "amsgrad": {"amsgrad": True},
     "centered": {"centered": True, "momentum": 0.5},
     "maximize": {"maximize": True, "weight_decay": 0.25},
+    "momentum": {"momentum": 0.5},
 }
 """Options that give an optimizer another state or formula, by the switch of a signature."""
 
@@ -118,8 +134,9 @@ def _betas(make: type[Optimizer]) -> inspect.Parameter:
     return inspect.signature(make).parameters.get("betas", absent)
 
 
-def _complex(real: Tensor) -> Tensor:
-    return torch.complex(real, -real.flip(0))
+def _with_complex(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the tensors, the first ones as complex numbers."""
+    return [torch.complex(each, -each.flip(0)) if index < count else each for index, each in enumerate(tensors)]
 
 
 def _faults(
@@ -136,10 +153,25 @@ def _faults(
 
 def _used(sample: OptimizerSample, numbers: Numbers, row: Options) -> State:
     """Return parameters and state after all steps."""
+    if row["hooks"] != "of all optimizers":
+        return _stepped(sample, numbers, row)
+    handles = [
+        register_optimizer_step_pre_hook(_multiply_before_step),
+        register_optimizer_step_post_hook(lambda each, _args, _kwargs: _negate_parameters(each)),
+    ]
+    try:
+        return _stepped(sample, numbers, row)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _stepped(sample: OptimizerSample, numbers: Numbers, row: Options) -> State:
+    """Take all steps; return parameters and state."""
     parameters = [p.clone().requires_grad_() for p in numbers.parameters]
     optimizer = _made(sample, row, parameters)
     for step, gradients in enumerate(numbers.gradients):
-        evaluate = _loss_of(sample, row, parameters, gradients)
+        evaluate = _loss_of(sample, row, parameters, gradients, step)
         if row["closure"]:
             optimizer.step(evaluate)
         else:
@@ -155,15 +187,19 @@ def _used(sample: OptimizerSample, numbers: Numbers, row: Options) -> State:
 
 
 def _loss_of(
-    sample: OptimizerSample, row: Options, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    sample: OptimizerSample, row: Options, parameters: Sequence[Tensor], gradients: Sequence[Tensor], step: int
 ) -> Callable[[], float]:
     """Return a function that adds to the gradients of parameters, as backward does."""
+    count = len(parameters)
+    if row["gradients"] == "not of the last" or (row["gradients"] == "of the last later" and step == 0):
+        count = max(1, count - 1)
+    elif row["gradients"] == "of all later" and step == 0:
+        count = 0
     if sample.is_line_search:
-        return partial(quadratic, parameters, gradients)
+        return partial(quadratic, parameters[:count], gradients[:count])
 
     def add() -> float:
-        count = len(parameters) - (row["gradients"] == "not of the last")
-        for p, gradient in zip(parameters[: max(1, count)], gradients, strict=False):
+        for p, gradient in zip(parameters[:count], gradients, strict=False):
             own = gradient.clone().requires_grad_(row["gradients"] == "with graphs") * 1  # a product has a graph
             p.grad = own if p.grad is None else p.grad + own
         return 0.0
@@ -269,11 +305,15 @@ def _step_swapped(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
 
 
 def _make_old(state: dict[str, Any]) -> None:
-    """Change a state to one of an earlier version of torch: steps are numbers, and groups have fewer options."""
+    """Change a state to one of an earlier version of torch.
+
+    Steps are numbers, groups have fewer options and no names, and an entry belongs to no parameter.
+    """
     for group in state["param_groups"]:
-        for name in _LATER_SWITCHES:
+        for name in (*_LATER_SWITCHES, "param_names"):
             group.pop(name, None)
     for kept in state["state"].values():
-        for name in ("step", "eta", "mu"):
+        for name in ("step", "eta", "mu", "mu_product"):
             if isinstance(kept.get(name), Tensor):
                 kept[name] = kept[name].item()
+    state["state"] = {"of no parameter": {"step": 1.0}, **state["state"]}

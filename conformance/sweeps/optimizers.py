@@ -20,6 +20,7 @@ from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import CoveringSweep, Options, forbids, named
 from conformance.sweeps.drawing import share_on
 from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard, strided_rows
+from conformance.sweeps.line_searches import try_courses
 from conformance.sweeps.optimizer_samples import (
     IMPLEMENTATIONS,
     LEARNED,
@@ -110,6 +111,8 @@ def sweep(rank: RankWorld) -> Swept:
         if setting is settings[0]:
             call = partial(_plain_faults, sample, numbers_of(setting, sample, trials.mesh))
             trials.attempt(sample.name, "plain tensors", "for-loop", call)
+    if not rank.subjects or "LBFGS" in rank.subjects:
+        try_courses(trials)
     return trials.swept
 
 
@@ -191,7 +194,7 @@ def settings_of(mesh: DeviceMesh) -> list[Setting]:
     uneven = [(2 * size + 1, 4), (2 * size - 1,)]
     return [
         Setting("uneven rows", uneven, rows, rows),
-        Setting("even rows", [(2 * size, 4), (size,)], rows, rows),
+        Setting("even rows", [(2 * size, 4), (size,), (2 * size,)], rows + rows[:1], rows + rows[:1]),
         Setting("vectors", [(2 * size + 1,), (2 * size,)], rows, rows),
         Setting("columns", [(3, 2 * size + 1), (4, 2 * size)], columns, columns),
         Setting("rows on some ranks", [(1, 4), (size - 1,)], rows, rows),
@@ -274,7 +277,8 @@ def quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
     for curvature, (p, minimum) in enumerate(zip(parameters, minima, strict=True), 1):
         distance = p.detach() - minimum
         p.grad = distance * curvature
-        loss += float(full((distance * distance).sum())) * curvature / 2
+        size = distance.abs() if distance.is_complex() else distance
+        loss += float(full((size * size).sum())) * curvature / 2
     return loss
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import Replicate, Shard, distribute_module
 
 from conformance.covering_arrays.combinations import Rule
@@ -45,6 +46,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 """Schedules that the installed torch has."""
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that place stages there and back again: their signatures do not say so."""
+
+_REDUCTION = getattr(schedules, "REDUCE_GRAD", None)
+"""Action of a schedule that reduces the gradients of a stage; None if the installed torch has none."""
 
 DTENSORS = {"replicated DTensors": Replicate(), "sharded DTensors": Shard(2)}
 """Placements of activations over the second dimension of the mesh, by value of `second_dim`."""
@@ -76,7 +80,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
         "given without requires_grad",
         "given on the first rank",
     ),
-    "chunk_specs": ("default", "given", "along dim 1"),
+    "chunk_specs": ("default", "given", "along dim 1", "of outputs"),
     "kwargs": ("none", "tensor", "number", "nested"),
     "passed": ("tensor", "two tensors", "input", "without gradient", "unused", "list", "view", "bf16", "transposed"),
     "outputs": ("tensor", "tuple", "view", "dict"),
@@ -86,6 +90,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "second_dim": ("none", "fsdp", "resharding fsdp", *DTENSORS),
     "defer_pp_recv": (False, True),
     "backward_requires_autograd": (True, False),
+    "gradients_reduced_by": ("schedule", "function"),
 }
 """Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
 
@@ -102,14 +107,20 @@ def _parameters(schedule: str) -> Mapping[str, inspect.Parameter]:
 def _lacks(row: Options) -> bool:
     """Return whether the signature of the schedule lacks an option, or its placement other numbers of stages."""
     names = {
-        "chunk_specs": "args_chunk_spec",
+        "chunk_specs": "output_merge_spec" if row["chunk_specs"] == "of outputs" else "args_chunk_spec",
         "defer_pp_recv": "defer_pp_recv",
         "backward_requires_autograd": "backward_requires_autograd",
     }
     parameters = _parameters(row["schedule"])
     lacks = any(row[option] != OPTIONS[option][0] and name not in parameters for option, name in names.items())
+    lacks |= row["gradients_reduced_by"] == "function" and not _takes_function(row["schedule"])
     fixed = is_single(row["schedule"]) or row["schedule"] in _V_SHAPED
     return lacks or (fixed and row["stages_per_rank"] != "usual")
+
+
+def _takes_function(schedule: str) -> bool:
+    """Return whether a function can replace the reduction of gradients, which torch 2.11 has no action for."""
+    return _REDUCTION is not None and hasattr(SCHEDULES[schedule], "register_custom_function")
 
 
 def _is_known(second_dim: str, metadata: str) -> bool:
@@ -120,7 +131,13 @@ def _is_known(second_dim: str, metadata: str) -> bool:
 
 
 RULES = (
-    Rule(("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"), _lacks),
+    Rule(
+        (
+            *("schedule", "stages_per_rank", "chunk_specs", "defer_pp_recv", "backward_requires_autograd"),
+            "gradients_reduced_by",
+        ),
+        _lacks,
+    ),
     # FSDP calls hooks on the gradients of shards.
     forbids("stage", "second_dim", when=lambda stage, parallel: stage == "parameter hooks" and parallel != "none"),
     # DTensors meet schedules, calls, losses and metadata, which have the layouts of gradients if they are replicated.
@@ -267,22 +284,31 @@ class Pipeline:
         )
 
     def _made(self, stages: list[PipelineStage]) -> Any:
-        options, schedule = self._options, SCHEDULES[self._options["schedule"]]
+        options = self._options
         arguments: dict[str, Any] = {"scale_grads": options["scale_grads"]}
         if options["loss_fn"] != "none":
             arguments["loss_fn"] = lambda out, target, **given: loss_of(out, target, options, self.layout, **given)
         if options["chunk_specs"] != "default":
             dim = int(options["chunk_specs"] == "along dim 1")
-            arguments["args_chunk_spec"] = TensorChunkSpec.from_tuple((dim,)) if self.has_first else None
-            if options["kwargs"] == "tensor":
-                arguments["kwargs_chunk_spec"] = TensorChunkSpec.from_dict({"offset": dim})
             at = TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
             arguments["output_merge_spec"] = {"tuple": (at, at), "dict": {"out": at}}.get(options["outputs"], at)
+        if options["chunk_specs"] in ("given", "along dim 1"):
+            arguments["args_chunk_spec"] = TensorChunkSpec.from_tuple((dim,)) if self.has_first else None
+            if options["kwargs"] in ("none", "tensor"):
+                names = ["offset"] if options["kwargs"] == "tensor" else []
+                arguments["kwargs_chunk_spec"] = TensorChunkSpec.from_dict(dict.fromkeys(names, dim))
         for option in ("defer_pp_recv", "backward_requires_autograd"):
             if options[option] != OPTIONS[option][0]:
                 arguments[option] = options[option]
         owned: Any = stages[0] if is_single(options["schedule"]) else stages
-        return schedule(owned, self.layout.micro_batches, **arguments)
+        made = get_schedule_class(options["schedule"])(owned, self.layout.micro_batches, **arguments)
+        if options["gradients_reduced_by"] == "function":
+            factor = self.layout.micro_batches if options["scale_grads"] else 1
+            by_index = {stage.stage_index: stage for stage in stages}
+            made.register_custom_function(
+                _REDUCTION, lambda action, _context: by_index[action.stage_index].perform_reduce_grad(factor)
+            )
+        return made
 
 
 def _gradients_like(examples: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
