@@ -28,6 +28,7 @@ from conformance.sweeps.layouts import (
     spelled,
     strided_rows,
 )
+from conformance.sweeps.strided_weights import try_weights
 from conformance.sweeps.trials import End, Swept, Trials
 
 _TENSORS = (((8, 4), torch.float32), ((5, 3), torch.float32), ((1, 7), torch.float16), ((2, 3, 5), torch.bfloat16))
@@ -79,10 +80,10 @@ class OperatorOutcome(msgspec.Struct):
 def redistribute(rank: RankWorld) -> Redistribution:
     """Redistribute from every layout, partial sums included, to every other layout.
 
-    Eight ranks have a mesh of three dimensions. On a mesh of two or three dimensions, where layouts are many, one
-    tensor has to do, which cannot be sharded evenly.
+    Eight ranks have a mesh of three dimensions. It has no names, nor has a mesh of replicas: torch merges nothing then.
+    On a mesh of two or three dimensions, where layouts are many, one tensor has to do, which cannot be sharded evenly.
     """
-    mesh = init_device_mesh(rank.device.type, (2, 2, 2)) if rank.size == 8 else rank.mesh
+    mesh = _mesh_without_names(rank) if rank.size == 8 or rank.dims.dp_replicate > 1 else rank.mesh
     outcome = Redistribution()
     for shape, dtype in _TENSORS if mesh.ndim == 1 else _TENSORS[1:2]:
         plain, weights = (_numbers(mesh, shape, seed=seed).to(dtype) for seed in (0, 1))
@@ -97,6 +98,10 @@ def redistribute(rank: RankWorld) -> Redistribution:
             outcome.full += _wrong(result.full_tensor(), plain)
             outcome.gradient += _wrong(given.grad.full_tensor(), weights)
     return outcome
+
+
+def _mesh_without_names(rank: RankWorld) -> DeviceMesh:
+    return init_device_mesh(rank.device.type, (2, 2, 2) if rank.size == 8 else tuple(rank.mesh.shape))
 
 
 def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layout, Layout]]:
@@ -114,7 +119,7 @@ def redistribute_weights(rank: RankWorld) -> Swept:
 
     FSDP makes strided shards of rows of tensor parallelism: on a mesh of data parallelism over tensor parallelism. Full
     tensors and gradients are asked for only where all ranks have the right shards: ranks with shards of other shapes
-    send what no rank expects, upon which gloo ends a process.
+    send what no rank expects, upon which gloo ends a process. Then operators on such weights, see `strided_weights`.
     """
     trials = Trials(rank.mesh)
     strided = [*_pairs_of_strided_layouts(trials.mesh, strided_rows(rank.mesh)[0])]
@@ -129,6 +134,7 @@ def redistribute_weights(rank: RankWorld) -> Swept:
         if is_right and Partial("avg") not in source:
             call = partial(_redistributed_gradients, plain, weights, source, target)
             trials.attempt(subject, kind, case, call, may_refuse=False)
+    try_weights(rank, trials)
     return trials.swept
 
 

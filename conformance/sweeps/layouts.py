@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from conformance.instruments.sharding import full as full_tensor
 
@@ -37,10 +37,20 @@ def placed_shard(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
 
 def strided_rows(mesh: DeviceMesh) -> Layout:
     """Return the layout that FSDP gives, on a mesh with names, to a weight that tensor parallelism shards by rows."""
+    return _sharded_along(0, ColwiseParallel(), mesh)
+
+
+def strided_columns(mesh: DeviceMesh) -> Layout:
+    """Return the layout of a weight whose columns tensor parallelism shards, and then FSDP."""
+    return _sharded_along(1, RowwiseParallel(), mesh)
+
+
+def _sharded_along(dim: int, style: ParallelStyle, mesh: DeviceMesh) -> Layout:
     assert mesh.mesh_dim_names is not None
     dp, tp = mesh.mesh_dim_names
-    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
-    fully_shard(linear, mesh=mesh[dp])
+    size = 4 * mesh.size(1)
+    linear = parallelize_module(nn.Linear(size, size, bias=False), mesh[tp], style)
+    fully_shard(linear, mesh=mesh[dp], shard_placement_fn=lambda _parameter: Shard(dim))
     assert isinstance(linear.weight, DTensor)
     return tuple(linear.weight.placements)
 

@@ -37,6 +37,8 @@ def algebra() -> Iterator[Sample]:
     for name, call in matrix_functions.items():
         yield sample(name, call, _MATRICES, exact=False)
     yield sample("solve", torch.linalg.solve, _MATRICES, "a 3 b", exact=False)
+    yield sample("ldl_solve", _ldl_solved, _MATRICES, "a 3 b", exact=False)
+    yield sample("ormqr", lambda x, y: torch.ormqr(*torch.geqrf(x), y), _MATRICES, "a 3 b", exact=False)
     yield sample(
         "cholesky_solve",
         lambda x, y: torch.cholesky_solve(y, torch.linalg.cholesky(x)),
@@ -70,6 +72,13 @@ def algebra() -> Iterator[Sample]:
 def _rotated(x: Tensor, frequencies: Tensor) -> Tensor:
     """Return pairs of numbers as products with complex numbers, as rotary embeddings do."""
     return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(frequencies))
+
+
+def _ldl_solved(x: Tensor, y: Tensor) -> Tensor:
+    """Solve equations by the factors of a symmetric matrix."""
+    factors = torch.linalg.ldl_factor(x.detach())
+    solved: Tensor = torch.linalg.ldl_solve(factors.LD, factors.pivots, y.detach())
+    return solved
 
 
 def _lists() -> Iterator[Sample]:

@@ -50,14 +50,14 @@ def sweep(rank: RankWorld) -> Swept:
     for sample in select_samples(samples(), lambda sample: sample.name, restricted_to=rank.subjects):
         trials.add(sample.name)
         every = [
-            _try_size(trials, sample, size, layouts) for size, layouts in plan_of(sample, rank.mesh, weight).items()
+            try_size(trials, sample, size, layouts) for size, layouts in plan_of(sample, rank.mesh, weight).items()
         ]
         if counts := Counter(name for passes in every for name in passes):
             communicating[sample.name] = dict(counts)
     return msgspec.structs.replace(trials.swept, communicating=communicating)
 
 
-def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> list[str]:
+def try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> list[str]:
     """Call an operator with all layouts, up to a call that leaves ranks waiting; return the passes that communicate."""
     shards = max(trials.mesh.size(dim) for dim in range(trials.mesh.ndim))
     letters = sizes(shards)[size]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from conformance.sweeps.operator_algebra import algebra
@@ -114,6 +115,7 @@ def _binary() -> Iterator[Sample]:
     yield sample("equal", torch.equal, "a b", "a b")
     yield sample("equal numbers", lambda x, y: torch.equal(x.sum(), y.sum()), "a b", "a b")
     yield sample("equal to itself", lambda x: torch.equal(x, x.clone()), "a b")
+    yield sample("equal sums of rows", lambda x: torch.equal(x.sum(0), x.clone().sum(0)), "a b")
     yield sample("allclose to itself", lambda x: torch.allclose(x, x.clone()), "a b")
 
 
@@ -148,6 +150,7 @@ def _reductions() -> Iterator[Sample]:
         yield sample(f"var without correction{text}", partial(torch.var, correction=0, **options), "a b", exact=False)
         yield sample(f"aminmax{text}", lambda x, options=options: tuple(torch.aminmax(x, **options)), "a b distinct")
     yield sample("sum of both dims", lambda x: x.sum((0, 1)), "a b 3")
+    yield sample("norm of dim 0, sharded", _sharded_norm, "a b", exact=False)
     yield sample("mean of both dims", lambda x: x.mean((0, -1)), "a b 3", exact=False)
     yield sample("sum in fp64", lambda x: x.sum(dtype=torch.float64), "a b")
     yield sample("std_mean", torch.std_mean, "a b", exact=False)
@@ -159,8 +162,17 @@ def _reductions() -> Iterator[Sample]:
     yield sample("dist", torch.dist, "a b", "a b", exact=False)
     yield sample("trace", torch.trace, "a b")
     yield sample("item of the sum", lambda x: x.sum().item(), "a b")
+    yield sample("amax of a number", lambda x: x.sum().amax(0), "a b")
+    yield sample("argmax of a number", lambda x: x.sum().argmax(0), "a b")
+    yield sample("sum of dim 0 as truth", lambda x: x.sum(0).bool(), "a b")
     yield sample("max of integers", lambda x: x.max(), "a b labels")
     yield sample("mean of squares", lambda x: (x * x).mean(), "a b", exact=False)
+
+
+def _sharded_norm(x: Tensor) -> Tensor:
+    """Return norms of columns, which ranks add and shard in one collective if they are sharded by rows."""
+    norms = torch.linalg.vector_norm(x.detach(), dim=0)
+    return norms.redistribute(placements=[Shard(0)] * norms.device_mesh.ndim) if isinstance(norms, DTensor) else norms
 
 
 def _sorts_and_scans() -> Iterator[Sample]:
@@ -180,6 +192,7 @@ def _sorts_and_scans() -> Iterator[Sample]:
         yield sample(f"unique_consecutive of dim {dim}", partial(torch.unique_consecutive, dim=dim), "a b")
         yield sample(f"renorm of dim {dim}", lambda x, dim=dim: torch.renorm(x, 2, dim % 2, 1.0), "a b", exact=False)
     yield sample("msort", torch.msort, "a b distinct")
+    yield sample("sort in order", partial(torch.sort, stable=True), "a b distinct")
     yield sample("unique", torch.unique, "a b")
     yield sample("nonzero", torch.nonzero, "a b bool")
     yield sample("bincount", lambda x: torch.bincount(x, minlength=4), "a labels")
@@ -255,14 +268,33 @@ def _shapes() -> Iterator[Sample]:
     yield sample("squeeze of ones", lambda x: x.squeeze(), "a 1 b")
     yield sample("squeeze of one", lambda x: x.squeeze(1), "a 1 b")
     yield sample("max_pool2d of one", lambda x: functional.max_pool2d(x, (1, 2)), "a b 4 distinct")
+    yield sample("transpose of a vector", torch.t, "a")
+    yield sample("the same by strides", lambda x: x.detach().as_strided(x.shape, x.stride()), "a b")
+    yield sample("view with ones", lambda x: x.view(x.size(0), 1, 2, -1), "a b 4")
+    yield sample("repeat of a number", lambda x: x.sum().repeat(3), "a b")
+    yield sample("slice to an end alone", lambda x: torch.ops.aten.slice.Tensor(x, 0, None, 2), "a b")
+    yield sample("backward of a slice", _padded_rows, "a b")
+    yield sample("size as of another", lambda x, y: x.is_same_size(y), "a b", "b")
+    yield sample("pinned", lambda x: x.is_pinned(), "a b")
+    yield sample("view of two of four flattened", lambda x: x.detach().flatten().view(2, -1), "4 4 distinct")
     yield sample("cat", lambda x, y: torch.cat([x, y]), "a b", "a b")
     yield sample("cat the last", lambda x, y: torch.cat([x, y], -1), "a b", "a b")
     yield sample("cat of different sizes", lambda x, y: torch.cat([x, y]), "a b", "3 b")
     yield sample("stack", lambda x, y: torch.stack([x, y]), "a b", "a b")
     yield sample("stack the last", lambda x, y: torch.stack([x, y], -1), "a b", "a b")
+    yield sample("stack of a row and a sum", lambda x, y: torch.stack([y, x.sum(0)]), "a b", "b")
+    yield sample("stack of a sum and a row", lambda x, y: torch.stack([x.sum(0), y]), "a b", "b")
+    yield sample("stack of a sum and a maximum", lambda x: torch.stack([x.sum(0), x.amax(0)]), "6 b distinct")
+    yield sample("stack of two orders", lambda x, y: torch.stack([x, y.t()]), "a b", "b a")
     yield sample("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), "a", "b")
     yield sample("broadcast_tensors", torch.broadcast_tensors, "a b", "b")
     yield sample("block_diag", torch.block_diag, "a b", "a b")
+
+
+def _padded_rows(x: Tensor) -> Tensor:
+    """Return the gradient of rows of which a slice has taken the first half, as backward of slices computes it."""
+    gradient: Tensor = torch.ops.aten.slice_backward(x, [2 * x.size(0), x.size(1)], 0, 0, x.size(0), 1)
+    return gradient
 
 
 _REGROUPED: dict[str, _Call] = {
@@ -285,12 +317,14 @@ def _indexing() -> Iterator[Sample]:
     yield sample("index by a matrix", lambda x, i: x[i], "3 b", "a 2 rows")
     yield sample("index by two", lambda x, i, j: x[i, j], "3 3", "a rows", "a rows")
     yield sample("index by two that meet", lambda x, i, j: x[i, j], "3 3", "a 1 rows", "2 rows")
+    yield sample("index by one", lambda x, i: x[i], "3 b", "1 rows")
     yield sample("index around a dim", lambda x, i, j: x[i, :, j], "3 a 3", "b rows", "b rows")
     yield sample("index by a mask", lambda x, mask: x[mask], "a b", "a bool")
     yield sample("index_select", lambda x, i: x.index_select(0, i), "3 b", "a rows")
     yield sample("index_select the last", lambda x, i: x.index_select(-1, i), "a 3", "b rows")
     yield sample("gather", lambda x, i: x.gather(0, i), "3 b", "a b rows")
     yield sample("gather the last", lambda x, i: x.gather(-1, i), "a 3", "a b rows")
+    yield sample("gather of fewer columns", lambda x, i: x.gather(0, i), "3 6", "2 4 rows")
     yield sample("take", torch.take, "a b 3", "a rows")
     yield sample("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 0), "3 b", "a b rows")
     yield sample("masked_select", torch.masked_select, "a b", "a b bool")
@@ -300,6 +334,8 @@ def _indexing() -> Iterator[Sample]:
     yield sample("scatter of some", lambda x, i, y: x.scatter(0, i, y), "3 b", "2 b rows", "3 b")
     yield sample("scatter the last", lambda x, i: x.scatter(-1, i[:, :1], 9.0), "a 3", "a b rows")
     yield sample("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), "3 b", "a b rows", "a b")
+    yield sample("scatter of fewer sources", lambda x, i, y: x.scatter(0, i, y), "3 4", "2 4 rows", "3 6")
+    yield sample("scatter_add of fewer sources", lambda x, i, y: x.scatter_add(0, i, y), "3 4", "2 4 rows", "2 6")
     yield sample("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax"), "3 b", "a b rows", "a b distinct")
     yield sample("index_add", lambda x, i, y: x.index_add(0, i, y), "3 b", "a rows", "a b")
     yield sample("index_fill", lambda x, i: x.index_fill(0, i, 9.0), "3 b", "2 rows")
@@ -307,6 +343,7 @@ def _indexing() -> Iterator[Sample]:
     yield sample("index_put", lambda x, i, y: x.index_put((i,), y, accumulate=True), "3 b", "a rows", "a b")
     yield sample("index_put, each once", lambda x, i, y: x.index_put((i,), y), "3 b", "3 places", "3 b")
     yield sample("index_put of two", lambda x, i, j, y: x.index_put((i, j), y), "3 3", *("3 places", "3 rows", "3"))
+    yield sample("index_put of columns", lambda x, i, y: x.index_put((i,), y, accumulate=True), "3 b", "a rows", "a 1")
     yield sample("index_copy by a tensor", lambda x, i, y: x.index_copy(0, i, y), "3 b", "3 places", "3 b")
     yield sample("masked_scatter", torch.masked_scatter, "a b", "a b bool", "a b")
     yield sample("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 0), "a b", "b")
@@ -331,6 +368,7 @@ def _products() -> Iterator[Sample]:
     yield sample("bmm", torch.bmm, "a 3 b", "a b 2")
     yield sample("grouped_mm", lambda x, w: functional.grouped_mm(x.bfloat16(), w.bfloat16()), "2 8 8", "2 8 8")
     yield sample("grouped_mm of rows", _grouped_rows, "8 8", "2 8 8")
+    yield sample("grouped_mm of columns", _grouped_columns, "2 8 8", "8 8")
     yield sample("addmm", torch.addmm, "b", "a 3", "3 b")
     yield sample("addmm, scaled", partial(torch.addmm, beta=2, alpha=3), "a b", "a 3", "3 b")
     yield sample("baddbmm", torch.baddbmm, "a 3 2", "a 3 b", "a b 2")
@@ -341,6 +379,7 @@ def _products() -> Iterator[Sample]:
     yield sample("dot", torch.dot, "a", "a")
     yield sample("vdot", torch.vdot, "a", "a")
     yield sample("outer", torch.outer, "a", "b")
+    yield sample("outer in inference", torch.inference_mode()(torch.outer), "a", "b")
     yield sample("kron", torch.kron, "a 2", "2 b")
     yield sample("tensordot", lambda x, y: torch.tensordot(x, y, 1), "a b", "b 3")
     yield sample("einsum", lambda x, y: torch.einsum("abc,bd->acd", x, y), "a b 2", "b 3")
@@ -375,6 +414,13 @@ def _convolved(images: Tensor) -> Tensor:
 def _grouped_rows(x: Tensor, w: Tensor) -> Tensor:
     """Multiply rows with the matrix of their group, the first four with the first one."""
     ends = (4 * torch.ones_like(w[:, 0, 0])).cumsum(0).to(torch.int32)
+    product: Tensor = functional.grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends)
+    return product
+
+
+def _grouped_columns(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply the matrix of each group with its columns, the first one with the first four."""
+    ends = (4 * torch.ones_like(x[:, 0, 0])).cumsum(0).to(torch.int32)
     product: Tensor = functional.grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends)
     return product
 

@@ -49,6 +49,7 @@ def _outputs() -> Iterator[Sample]:
         yield sample(f"{name}, out", _into(operator), f"a b {domain}", "a b", "a b")
     for name, operator in operators(torch, "neg abs sign"):
         yield sample(f"{name}, out", _into(operator), "a b", "a b")
+    yield sample("add times 2, out", _into(partial(torch.add, alpha=2)), "a b", "a b", "a b")
     yield sample("exp, out", _into(torch.exp), "a b", "a b", exact=False)
     yield sample("mm, out", _into(torch.mm), "a b", "a 3", "3 b")
     yield sample("sum of dim 0, out", _into(partial(torch.sum, dim=0)), "b", "a b")

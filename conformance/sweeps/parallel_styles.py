@@ -232,6 +232,18 @@ def loss_samples(dims: int) -> Iterator[ParallelSample]:
         yield _loss(f"loss_parallel, padded, {reduction}", dims, loss, ignored="some")
         yield _loss(f"loss_parallel, padded, weighted, {reduction}", dims, _Loss(reduction, True), ignored="some")
         yield _loss(f"loss_parallel, padding alone, {reduction}", dims, loss, ignored="all")
+    if dims == 1:
+        for reduction, is_weighted in product(("mean", "sum", "none"), (False, True)):
+            name = f"loss_parallel of one sample, {reduction}{', weighted' if is_weighted else ''}"
+            yield replace(
+                _loss(name, dims, _Loss(reduction, is_weighted)),
+                tensors=_one_sample,
+                given=((ROWS,), (R,)),
+                tries_empty=False,
+            )
+    else:
+        sample = _loss("loss_parallel of a replicated batch", dims, _Loss("sum"))
+        yield replace(sample, given=((R, COLUMNS), (R, R)))
     yield ParallelSample(
         "loss_parallel left by an error",
         lambda _: _AfterAnError(),
@@ -280,7 +292,8 @@ class _Loss(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         weight = None
         if self.is_weighted:
-            weight = 1.0 + torch.arange(logits.size(1), dtype=logits.dtype, device=logits.device) % 3
+            classes = logits.size(min(1, logits.ndim - 1))
+            weight = 1.0 + torch.arange(classes, dtype=logits.dtype, device=logits.device) % 3
         return nn.functional.cross_entropy(logits, target, weight=weight, **self.options)
 
 
@@ -345,6 +358,11 @@ def _loss(name: str, dims: int, loss: _Loss, *, rest: tuple[int, ...] = (), igno
         tries_empty=loss.is_plain,
         within=_loss_parallel,
     )
+
+
+def _one_sample(sizes: Letters) -> list[Tensor]:
+    """Return logits of one sample, and its class."""
+    return [_logits(sizes["a"]), torch.tensor(1)]
 
 
 def _logits(*shape: int) -> Tensor:

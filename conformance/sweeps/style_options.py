@@ -473,18 +473,32 @@ def _input_reshard() -> Interface:
         values={"input_reshard_dim": (OMITTED, 0, 1)},
         faults=_resharded_inputs,
         given=("module", "tp_device_mesh"),
-        conditions={"given": ("plain", "DTensor"), "frozen": (False, True)},
+        conditions={"given": ("plain", "DTensor", "rows"), "frozen": (False, True), "scaled": (False, True)},
+        # A replicated number has no dimension to shard.
+        rules=[forbids("given", "scaled", when=lambda given, scaled: scaled and given != "plain")],
     )
 
 
+class _ScaledLinear(nn.Linear):
+    """Layer whose output a number scales: autograd saves it, and it has fewer elements than there are ranks."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
 def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
-    """Compare a layer on replicated inputs of even sizes, the only ones that ranks gather rightly in backward.
+    """Compare a layer on replicated or sharded inputs of even sizes, the only ones that ranks gather rightly.
 
     Others end the process, see findings/input_reshard_of_uneven_rows.py.
     """
     columns = 2 * mesh.size()
-    single, module = (with_integers(nn.Linear(columns, columns)) for _ in range(2))
-    if options["given"] == "DTensor":
+    make = _ScaledLinear if options["scaled"] else nn.Linear
+    single, module = (with_integers(make(columns, columns)) for _ in range(2))
+    if options["given"] != "plain":
         distribute_module(module, mesh)
     for each in (single, module):
         each.get_parameter("weight").requires_grad_(not options["frozen"])
@@ -494,6 +508,6 @@ def _resharded_inputs(options: Options, mesh: DeviceMesh) -> Faults:
     def x(more: int) -> Tensor:
         return integers(shape_of("even", mesh, more)[0], columns, seed=more)
 
-    is_plain, replicated = options["given"] == "plain", (Replicate(),)
-    calls = _calls(x, replicated, is_plain=is_plain)
-    yield from _compared(single, module, calls, Expectation(is_plain, replicated), mesh)
+    is_plain, layout = options["given"] == "plain", (Shard(0) if options["given"] == "rows" else Replicate(),)
+    calls = _calls(x, layout, is_plain=is_plain)
+    yield from _compared(single, module, calls, Expectation(is_plain, layout), mesh)

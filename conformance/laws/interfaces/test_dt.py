@@ -94,6 +94,7 @@ def test_layouts_of_sharded_tensor_parallel_weights_keep_the_tensor(measure: Mea
     `full_tensor()` and gradients, for even and uneven shards.
 
     Among them are those of such a weight that is gathered, or sharded by columns, over tensor parallelism alone. On a
-    flattened mesh DTensor merges collectives over its dimensions.
+    flattened mesh DTensor merges collectives over its dimensions. `distribute_tensor` MUST cut such shards, and
+    operators on them compute what they do on full tensors, with its gradients, or refuse on all ranks.
     """
     require_no_wrong_result(measure(redistribute_weights, cell), unit="redistributions")

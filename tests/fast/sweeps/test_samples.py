@@ -14,7 +14,7 @@ from conformance.oracles.documented_optimizers import documented_steps
 from conformance.outcomes import SweptOutcome
 from conformance.sweeps.drawing import share_of
 from conformance.sweeps.operator_samples import Size, sample, sizes
-from conformance.sweeps.operator_sweep import _on_full_tensors, _try_size, plan_of
+from conformance.sweeps.operator_sweep import _on_full_tensors, plan_of, try_size
 from conformance.sweeps.operator_table import samples
 from conformance.sweeps.optimizer_samples import IMPOSSIBLE, OptimizerSample, all_samples, optimizer_samples, optimizers
 from conformance.sweeps.optimizers import Numbers, State
@@ -51,7 +51,7 @@ def test_a_sample_that_full_tensors_refuse_is_wrong() -> None:
     with world_of_one_rank():
         trials = Trials(init_device_mesh("cpu", (1,)))
         for size, layouts in plan_of(broken, trials.mesh).items():
-            _try_size(trials, broken, size, layouts)
+            try_size(trials, broken, size, layouts)
         swept = trials.swept
     (uneven, empty) = swept.wrong
     assert (uneven.name, empty.kind) == ("unflatten: full tensors of uneven shards", "empty shards")
