@@ -1,11 +1,10 @@
 """`FSDPModule.set_reduce_scatter_max_input_buffers` has no effect after the first forward.
 
-It is read when the first forward starts (`FSDPState._init_shared_state`), and not again: one that is raised later
-overlaps nothing, one that is lowered frees nothing. Other setters count from the next iteration on.
+It is read then, and not again. Other setters count from the next iteration on.
 
 severity: low
 visible: silent
-training: memory and overlap of reductions stay those of the first step
+training: memory and overlap stay those of the first step
 thread: none known
 law: API-2
 avoid: set the number before the first forward
@@ -25,13 +24,13 @@ dist.init_process_group("gloo")
 if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
     print("expected a method set_reduce_scatter_max_input_buffers, got none", flush=True)
     sys.exit(2)
-held, inputs = [], []
+held, inputs = [], []  # of each reduce-scatter
 
 
 class ReduceScatter:
     """Reduce-scatter that counts the inputs of earlier ones that are still held."""
 
-    allocate = staticmethod(torch.empty)
+    allocate = torch.empty
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         """Reduce."""
@@ -43,10 +42,9 @@ class ReduceScatter:
 model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
 for module in (*model, model):
     fully_shard(module, mesh=init_device_mesh("cpu", (2,))).set_custom_reduce_scatter(ReduceScatter())
-model(torch.ones(1, 4)).sum().backward()
-model.set_reduce_scatter_max_input_buffers(3)
-model(torch.ones(1, 4)).sum().backward()
-if dist.get_rank() == 0:
-    print(f"expected [0, 1, 2] inputs held with three buffers, got {held[3:]}", flush=True)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    model.set_reduce_scatter_max_input_buffers(3)
+print(f"expected [0, 1, 2] inputs held with three buffers, got {held[3:]}", flush=True)
 dist.destroy_process_group()
 sys.exit(int(held[3:] != [0, 1, 2]))
