@@ -16,7 +16,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
@@ -39,7 +38,7 @@ class ReduceScatter:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
 for module in (*model, model):
     fully_shard(module, mesh=init_device_mesh("cpu", (2,))).set_custom_reduce_scatter(ReduceScatter())
 for _ in range(2):
