@@ -2,11 +2,12 @@
 
 FSDP makes the buffers of gathered parameters at the first forward and keeps them (`FSDPParam.init_all_gather_outputs`):
 made in inference mode, they are inference tensors for ever, and the next all-gather outside, or backward, refuses them.
+On one rank the evaluation itself raises up to torch 2.14.
 
 severity: medium
 visible: loud
 training: the first step raises after an evaluation, such as the check that some trainers run before training
-thread: none known
+thread: https://github.com/pytorch/pytorch/pull/197327
 law: API-1
 avoid: evaluate under `torch.no_grad`, or train a step first
 ranks: 2

@@ -255,27 +255,28 @@ def _with_a_shared_module(world: DataParallel) -> Wrong:
 
 
 def _in_inference_mode(world: DataParallel) -> Wrong:
-    """Evaluate in inference mode, with a net that trains before and after it, and with one that never does."""
-    nets = world.backward(world.net()), world.net()
-    nets[0].zero_grad()
-    plain = Net().to(world.device, world.policy.param_dtype)
-    wrong: Wrong = {}
-    with torch.inference_mode():
-        expected = plain(world.own.to(world.policy.param_dtype))
-        for index, net in enumerate(nets):
-            wrong[f"outputs {index}"] = int((net(world.own) != expected).sum())
-    return wrong | world.wrong(world.backward(nets[0]))
+    """Evaluate in inference mode between two steps."""
+    net = world.backward(world.net())
+    net.zero_grad()
+    return _wrong_outputs_of_inference(world, net) | world.wrong(world.backward(net))
 
 
 def _in_inference_mode_before_the_first_step(world: DataParallel) -> Wrong:
+    """Evaluate in inference mode, and then train; an error counts one."""
     net = world.net()
-    with torch.inference_mode():
-        net(world.own)
     try:
+        wrong = _wrong_outputs_of_inference(world, net)
         world.backward(net)
     except RuntimeError:
-        return {"training refused": 1}
-    return world.wrong(net)
+        return {"refused": 1}
+    return wrong | world.wrong(net)
+
+
+def _wrong_outputs_of_inference(world: DataParallel, net: Net) -> Wrong:
+    plain = Net().to(world.device, world.policy.param_dtype)
+    with torch.inference_mode():
+        expected = plain(world.own.to(world.policy.param_dtype))
+        return {"outputs": int((net(world.own) != expected).sum())}
 
 
 class _Chunked(nn.Module):
