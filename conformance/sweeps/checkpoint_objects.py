@@ -75,8 +75,6 @@ class Called:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Called) and self.back() == other.back()
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Counter:
     """Object with a state dict, as the protocol `Stateful` asks for."""
@@ -137,8 +135,6 @@ class Power:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Power) and self.function() == other.function()
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def partial_power(time: int) -> Power:
