@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
 from conformance.sweeps.covering_sweep import Options, forbids
+from conformance.sweeps.dtensor_corners import corners
 from conformance.sweeps.dtensor_members import tensor_of_other_ranks
 from conformance.sweeps.interface_sweep import (
     DTYPES,
@@ -69,6 +70,7 @@ def interfaces(mesh: DeviceMesh) -> Iterator[Interface]:
     yield _pending_integers(mesh)
     yield _distribute_module()
     yield tensor_of_other_ranks(mesh)
+    yield from corners(mesh)
     yield from _factories(mesh)
 
 
@@ -448,6 +450,7 @@ class _Scaled(nn.Module):
         for seed, parameter in enumerate(self.parameters(), 1):
             parameter.data = integers(*parameter.shape, seed=seed)
         self.register_buffer("scale", torch.arange(8.0))
+        self.register_buffer("none", None)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x) * self.scale
@@ -536,7 +539,7 @@ def _factories(mesh: DeviceMesh) -> Iterator[Interface]:
             name,
             function,
             values={
-                "size": ("as a tuple", "as a list", "as numbers"),
+                "size": ("as a tuple", "as a list", "as a shape", "as one number" if name == "full" else "as numbers"),
                 "dtype": (OMITTED, "fp64", "bf16", *(() if "rand" in name else ("int64",))),
                 "requires_grad": (False, True),
                 "device_mesh": ("given", OMITTED),
@@ -547,14 +550,22 @@ def _factories(mesh: DeviceMesh) -> Iterator[Interface]:
             conditions={"sizes": SIZES},
             rules=[
                 forbids("dtype", "requires_grad", when=lambda dtype, requires: dtype == "int64" and requires),
-                *([forbids("size", when=lambda size: size == "as numbers")] if name == "full" else []),
+                forbids("size", "placements", when=lambda size, at: size == "as one number" and "S1" in at),
             ],
         )
 
 
 def _made(name: str, function: Callable[..., DTensor], options: Options, mesh: DeviceMesh) -> Faults:
-    shape = shape_of(options["sizes"], mesh)
-    spelled_out: dict[str, Sequence[Any]] = {"as a tuple": [shape], "as a list": [list(shape)], "as numbers": shape}
+    shape: tuple[int, ...] = shape_of(options["sizes"], mesh)
+    if options["size"] == "as one number":
+        shape = shape[:1]
+    spelled_out: dict[str, Sequence[Any]] = {
+        "as a tuple": [shape],
+        "as a list": [list(shape)],
+        "as a shape": [torch.Size(shape)],
+        "as numbers": shape,
+        "as one number": shape,
+    }
     arguments = _arguments(options, mesh, "device_mesh", "dtype", "requires_grad", "placements")
     with _within(options, mesh):
         made = function(*spelled_out[options["size"]], *([3.0] if name == "full" else []), **arguments)

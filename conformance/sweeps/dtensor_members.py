@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zeros
 
 from conformance.sweeps.covering_sweep import Options, forbids
 from conformance.sweeps.interface_sweep import SIZES, Faults, Interface, layout_of, layouts, shape_of
@@ -23,6 +23,12 @@ def _returned_from_local(x: Tensor) -> Tensor:
     return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
 
 
+def _zeros(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return torch.zeros(x.shape)
+    return zeros(*x.shape, device_mesh=x.device_mesh, placements=x.placements)
+
+
 _REFUSING_BACKWARD: Mapping[str, Callable[[Tensor], Any]] = {
     # findings/backward_outside_of_mesh.py
     "redistribute": _replicated,
@@ -37,6 +43,14 @@ _CALLS: Mapping[str, Callable[[Tensor], Any]] = {
     "product": lambda x: x @ x.t(),
     "change in place": lambda x: x.clone().mul_(2),
     "equal": lambda x: torch.equal(x, x.clone()),
+    "not equal": lambda x: torch.equal(x, x + 1),
+    "view": lambda x: x.view(1, *x.shape),
+    "dropout of all": lambda x: torch.nn.functional.dropout(x, 1.0),
+    "written as out": lambda x: torch.mul(x.detach(), 2, out=x.detach().clone()),
+    # Not the largest element, see findings/inf_norm_of_empty_shard.py: ranks with elements wait for one without.
+    "norm of two": lambda x: torch.nn.utils.get_total_norm([x.detach(), x.detach()], 1.0),
+    "zeros": _zeros,
+    "is pinned": lambda x: x.is_pinned(),
     **_REFUSING_BACKWARD,
 }
 """Calls that all ranks make, those outside of the mesh, too."""
@@ -89,6 +103,8 @@ def _called(options: Options, members: DeviceMesh) -> Faults:
     for one, other in pairs:
         yield from _compared("result", one, other)
     if options["backward"]:
+        if not any(other.requires_grad for _, other in pairs):
+            return
         torch.autograd.backward([one.sum() for one, _ in pairs if one.requires_grad])
         torch.autograd.backward([other.sum() for _, other in pairs if other.requires_grad])
         yield from _compared("gradient", given.grad, single.grad)
